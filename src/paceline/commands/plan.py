@@ -34,7 +34,7 @@ from paceline.filesystem.atomic_files import check_writable, report_write_errors
 from paceline.launch.environments import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
-from paceline.planner.hardware.local_cluster import node_memory
+from paceline.planner.hardware.local_cluster import available_memory
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_plan
 from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS
@@ -255,7 +255,7 @@ def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], flo
         benchmark_request = {
             "probe_seconds": BENCHMARK_SECONDS,
             "ranks_per_node": ranks_per_node,
-            "node_bytes": node_memory(task.device),
+            "node_bytes": available_memory(task.device),
         }
         return {"seconds": timing_seconds if seconds is None else seconds, **benchmark_request}
     start_time = clock()

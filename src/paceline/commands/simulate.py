@@ -27,7 +27,7 @@ from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.local_cluster import measured_cluster, node_memory
+from paceline.planner.hardware.local_cluster import available_memory, measured_cluster
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.hardware.unit_parsing import QuantityKind, parse_quantity
 from paceline.planner.model_costs.model_profile import model_profile_from_json
@@ -253,7 +253,7 @@ def _profile_job(
     if cluster is None:
         requested = make_task("simulate", job_reference, replace(common, layout=None), arguments)
         probe = probe_machine(ranks=requested.ranks, device=requested.device)
-        cluster = measured_cluster(probe, ranks=requested.ranks, memory_bytes=node_memory(requested.device))
+        cluster = measured_cluster(probe, ranks=requested.ranks, memory_bytes=available_memory(requested.device))
     task = make_task("simulate", job_reference, replace(common, layout="single", ranks=1, device="cpu"), arguments)
     task = assign_run_folder(replace(task, options={"ranks": cluster.ranks}), resume=None)
     outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import LayoutError
 from paceline.planner.advice.layout_diff import layout_differences
-from paceline.planner.advice.memory_breakdown import find_memory_case
+from paceline.planner.advice.memory_case import find_memory_case
 from paceline.planner.advice.recommendations import advise, build_plan_row
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.forecast_margins import is_tie

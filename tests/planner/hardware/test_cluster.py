@@ -10,7 +10,7 @@ from paceline.errors import MachineError, PacelineError, Problems, UsageError
 from paceline.planner.hardware.assumed_rates import assumption_lines
 from paceline.planner.hardware.catalog import DEVICES, LINKS
 from paceline.planner.hardware.cluster import build_group, cluster_from_json
-from paceline.planner.hardware.local_cluster import node_memory
+from paceline.planner.hardware.local_cluster import available_memory
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.hardware.unit_parsing import UNITS, QuantityKind, parse_quantity
 
@@ -239,7 +239,7 @@ def test_of_gpus_the_driver_is_asked_for_their_memory(tmp_path: Path, monkeypatc
     smi.write_text('#!/bin/sh\n[ "$1" = --query-gpu=memory.total ] && echo "81559 MiB\n40960 MiB"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert node_memory("cuda") == 40960 << 20
+    assert available_memory("cuda") == 40960 << 20
 
 
 def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
@@ -247,9 +247,9 @@ def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="nvidia-smi does not report") as caught:
-        node_memory("cuda")
+        available_memory("cuda")
     assert "toml" in caught.value.hint
-    assert node_memory("cpu") > 1 << 30
+    assert available_memory("cpu") > 1 << 30
 
 
 def test_a_file_says_what_is_given_and_the_rest_is_assumed(tmp_path: Path) -> None:

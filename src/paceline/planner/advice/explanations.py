@@ -1,4 +1,4 @@
-"""Explain each layout of a plan in one line, and build the error if no layout fits."""
+"""Explain each layout of a plan in one line, and build the error for the case that no layout fits."""
 
 from dataclasses import replace
 
@@ -10,6 +10,10 @@ from paceline.planner.cost.forecast_margins import is_tie, seconds_error
 from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.least_memory import find_least_memory
 from paceline.planner.search.search_space import FAMILY, SearchSpace
+
+_MIN_SHARE = 0.03  # of the step; shorter parts are not shown
+_FASTER_RATIO = 0.98  # a layout is worth mentioning if it takes less than this fraction of the recommended step time
+_CLUSTER_FACTORS = (2, 4, 8, 16, 32)  # how many times larger the suggested clusters are
 
 TIME_PART_LABELS = {
     "compute": "compute",
@@ -24,16 +28,11 @@ TIME_PART_LABELS = {
     "offload": "transfers to the host",
     "start": "starting a step",
 }
-# Smaller parts of the step time are not shown.
-_MIN_SHARE = 0.03
-# A faster layout is mentioned if its step takes at most this fraction of the time.
-_MAX_GAIN_RATIO = 0.98
-# The hint for a larger cluster tries so many times the devices.
-_CLUSTER_FACTORS = (2, 4, 8, 16, 32)
+"""The text for each field of `StepTime`."""
 
 
 def explain_recommended(estimate: Estimate) -> str:
-    """Return up to four of the largest parts of the step time, each with its percentage, as text."""
+    """Return the four largest parts of the step's time, as percentages."""
     parts = estimate.seconds.parts
     ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
     shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
@@ -41,21 +40,21 @@ def explain_recommended(estimate: Estimate) -> str:
 
 
 def free_memory_text(estimate: Estimate) -> str:
-    """Return a text that says how much memory of a device stays free."""
-    free_bytes = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
-    return f"{free_bytes} of {format_size(round(estimate.device_bytes))} are left"
+    """Return the text on how much memory of a device is free."""
+    free = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
+    return f"{free} of {format_size(round(estimate.device_bytes))} are left"
 
 
 def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
-    """Return why the layout of `estimate` is recommended although the layout of `fastest` is slightly faster."""
+    """Return why the layout of `estimate` is recommended although `fastest` is slightly faster."""
     gain, error = estimate.step_seconds / fastest.step_seconds - 1, seconds_error(estimate, fastest)
     source = "forecast" if fastest.measured_time is None else "timing"
     tie = f"a tie: {fastest.candidate} is {gain:.1%} faster, but the {source} may be {error:.0%} off"
-    return f"{explain_recommended(estimate)}; {tie}: the simpler one is taken"
+    return f"{explain_recommended(estimate)}; {tie}: the simpler one is recommended"
 
 
 def explain_slower(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower the layout is than the recommended layout `best`, and which part of the step is slower."""
+    """Return how much slower a layout is than the recommended one (`best`), and which part of the step grows most."""
     differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
     worst = max(differences, key=lambda name: differences[name])
     ratio = estimate.step_seconds / best.step_seconds
@@ -67,10 +66,7 @@ def explain_slower(estimate: Estimate, best: Estimate) -> str:
 
 
 def explain_misfit(estimate: Estimate) -> str:
-    """Return why the layout does not fit: how far its memory is from the limit, and the two largest parts of it.
-
-    If the device has enough memory but the host does not, the text names the memory of the host.
-    """
+    """Return by how much the layout does not fit, and the largest parts of its memory."""
     parts = estimate.memory.parts
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     parts_text = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in largest)
@@ -83,25 +79,25 @@ def explain_misfit(estimate: Estimate) -> str:
             "; replays use more memory than the forecast" if estimate.limit_bytes < estimate.device_bytes else ""
         )
         return f"{format_size(round(estimate.over_bytes))} too much: {parts_text}{replay_note}"
-    return f"the host would hold {format_size(round(estimate.memory.host_bytes))} per rank, more than it has"
+    host_bytes = format_size(round(estimate.memory.host_bytes))
+    return f"each rank would offload {host_bytes}, more than its share of the host's memory"
 
 
 def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
-    """Return what limits the speed: the largest part of the step time, and memory if more memory would help.
+    """Return lines on what limits the step.
 
-    More memory helps if devices with twice the memory allow a faster layout.
+    These are the largest part of its time and, if a faster layout fits on devices with twice the memory, the memory.
     """
     lines = [f"limited by {TIME_PART_LABELS[_largest_time_part(best)]}"]
-    device = replace(cost_model.cluster.device, memory_bytes=2 * cost_model.cluster.device.memory_bytes)
-    larger_devices = CostModel(
-        profile=cost_model.profile, cluster=replace(cost_model.cluster, device=device), efficiency=cost_model.efficiency
-    )
-    faster = search(larger_devices, grid=grid).fastest
+    cluster, profile, efficiency = cost_model.cluster, cost_model.profile, cost_model.efficiency
+    larger_device = replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
+    larger_cluster = replace(cluster, device=larger_device)
+    faster = search(CostModel(profile=profile, cluster=larger_cluster, efficiency=efficiency), grid=grid).fastest
     forecast_seconds = cost_model.seconds(best.candidate).step_seconds
     if (
         faster is not None
         and not faster.fits_on(best.limit_bytes)
-        and faster.step_seconds < _MAX_GAIN_RATIO * forecast_seconds
+        and faster.step_seconds < _FASTER_RATIO * forecast_seconds
     ):
         extra_bytes = faster.peak_bytes - best.limit_bytes
         gain = forecast_seconds - faster.step_seconds
@@ -112,7 +108,7 @@ def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -
 
 
 def explain_missing_family(family: str, cost_model: CostModel) -> str:
-    """Return why the search space has no candidate of a family; empty if there is nothing to explain."""
+    """Return why the search space has no candidate of a family; empty if no reason is known."""
     profile, ranks = cost_model.profile, cost_model.cluster.ranks
     for key in (family, f"{FAMILY}={family}"):
         if key in profile.refused:
@@ -135,15 +131,14 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
 
 
 def _is_size(key: str, family: str) -> bool:
-    """Return True if the key is a size of the axis `family`, like `tp=4`."""
+    """Return True if the key names a size of the axis `family`, like `tp=4`."""
     return key.startswith(f"{family}=") and key.removeprefix(f"{family}=").isdigit()
 
 
 def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
-    """Return the error that reports that no layout fits.
+    """Return the error that no layout fits. It names the layout that needs least memory, and a cluster where one fits.
 
-    It names the layout that comes nearest to fitting (`nearest`) and, as a hint, a cluster on which a layout fits.
-    If `nearest` is None, no layout is possible at all, and the error lists the reasons.
+    `nearest` is None if the search space is empty.
     """
     cluster, profile = cost_model.cluster, cost_model.profile
     name = profile.name or "the model"
@@ -170,7 +165,7 @@ def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Esti
 
 
 def _larger_cluster_hint(cost_model: CostModel, grid: SearchSpace, nearest: Estimate) -> str:
-    """Return a hint with the smallest larger cluster on which a layout fits, or with other remedies."""
+    """Return the options of the smallest larger cluster on which a layout fits, or other advice if there is none."""
     cluster = cost_model.cluster
     for factor in _CLUSTER_FACTORS:
         larger = replace(cluster, nodes=cluster.nodes * factor)

@@ -7,11 +7,14 @@ from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.layout_candidate import Candidate
 
 _OPTION_NAMES = tuple(field.name for field in fields(Candidate))
-_MIN_RELATIVE_DIFFERENCE = 0.005
+_MIN_RELATIVE_DIFFERENCE = 0.005  # of the whole step or peak; smaller differences of their parts are not shown
 
 
 def layout_differences(before: Estimate, after: Estimate) -> tuple[str, ...]:
-    """Return lines on the changed options, the step time and the peak memory, with the largest differences first."""
+    """Return four lines: the two layouts, the changed options, the step time and the peak memory.
+
+    The lines on time and memory also have the parts that differ, the largest difference first.
+    """
     changed = [
         f"{name} {_option_text(before, name)} -> {_option_text(after, name)}"
         for name in _OPTION_NAMES
@@ -53,5 +56,6 @@ def _differs(before: Estimate, after: Estimate, name: str) -> bool:
 def _largest_differences(
     before: dict[str, float], after: dict[str, float], *, minimum: float
 ) -> list[tuple[str, float]]:
+    """Return the (name, difference) of each part that changes by more than `minimum`, the largest first."""
     differences = [(name, after[name] - before[name]) for name in before]
     return sorted((pair for pair in differences if abs(pair[1]) > minimum), key=lambda pair: -abs(pair[1]))

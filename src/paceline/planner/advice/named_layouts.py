@@ -7,7 +7,7 @@ from typing import Any
 from paceline.errors import LayoutError, PacelineError, list_problems
 from paceline.planner.advice.explanations import explain_simpler
 from paceline.planner.advice.layout_diff import layout_differences
-from paceline.planner.advice.memory_breakdown import MemoryCase, find_memory_case
+from paceline.planner.advice.memory_case import MemoryCase, find_memory_case
 from paceline.planner.advice.recommendations import PlanRow, build_plan_row, row_lines
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
@@ -19,18 +19,19 @@ from paceline.planner.search.shortlist import apply_measured_times
 
 @dataclass(frozen=True, kw_only=True)
 class NamedLayouts:
-    """The evaluated layouts: `rows` in the order in which they were named, and their `names` as the user typed them.
-
-    `missing` maps each impossible layout to the reason. `not_replayed_reason` says why the recommended layout was not
-    replayed, if it was not.
-    """
+    """The layouts that a user named, with their estimates."""
 
     case: MemoryCase
     rows: tuple[PlanRow, ...]
+    """The possible layouts, in the order in which the user named them."""
     names: tuple[str, ...]
+    """The layouts of `rows`, as the user typed them."""
     missing: Mapping[str, str]
+    """The reason why a layout is impossible, by the text that the user typed."""
     limits: tuple[str, ...] = ()
+    """Always empty: bottlenecks are only described for a plan that a search made."""
     not_replayed_reason: str = "the forecast is analytical only"
+    """The reason to state if the recommended layout was not replayed."""
 
     @property
     def recommended_row(self) -> PlanRow | None:
@@ -51,11 +52,11 @@ class NamedLayouts:
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
-        """The text lines on how each later row differs from the first row."""
+        """The differences of each row from the first."""
         return [layout_differences(self.rows[0].estimate, row.estimate) for row in self.rows[1:]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same keys as a plan, and `differences`."""
+        """Return the values under the keys of `Advice.as_json`, and `differences`."""
         best, recommended_row, tie = self.recommended, self.recommended_row, self.tie
         is_replayed = recommended_row is not None and recommended_row.replayed
         impossible = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
@@ -96,13 +97,13 @@ def evaluate_named_layouts(
     timed_estimates: Sequence[Estimate] = (),
     max_micro_batch_sizes: Mapping[str, int] | None = None,
 ) -> NamedLayouts:
-    """Evaluate each layout, with the given microbatch size or, if none is given, with the fastest size.
+    """Evaluate each layout, with the given microbatch size or the fastest one.
 
-    Layouts in `timed_estimates` get their measured seconds. `max_micro_batch_sizes` maps a layout to
-    its largest allowed microbatch size.
+    Layouts in `timed_estimates` get their measured seconds. `max_micro_batch_sizes` has the largest microbatch size to
+    try, by the text of the layout; layouts that it does not name have no limit.
 
     Raises:
-        LayoutError: no layout is possible. Its text is the problem of the first layout.
+        PacelineError: no layout is possible. The error is that of the first layout.
     """
     estimates, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:

@@ -9,7 +9,7 @@ from paceline.planner.search.evaluate_named_layout import cost_model_from_json, 
 
 
 def diff_plan_files(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on what changed between two plans.
+    """Yield lines on what changed between the JSON of two plans.
 
     Raises:
         UsageError: a plan recommends no layout, or does not state its model and cluster.

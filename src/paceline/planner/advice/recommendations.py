@@ -15,7 +15,7 @@ from paceline.planner.advice.explanations import (
     free_memory_text,
     no_layout_fits_error,
 )
-from paceline.planner.advice.memory_breakdown import MemoryCase, find_memory_case
+from paceline.planner.advice.memory_case import MemoryCase, find_memory_case
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.cost.forecast_margins import is_tie
@@ -29,24 +29,22 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A layout in a plan, with an explanation of its step time.
-
-    If the layout does not fit, each of the `changes` alone makes it fit.
-
-    `replayed` is True if the memory comes from a replay. `refused` is the reason if the job refused the layout after
-    the search.
-    """
+    """A layout in a plan."""
 
     family: str
     estimate: Estimate
     time_explanation: str = ""
+    """The explanation of the step time; by default `explanation` states its largest parts."""
     changes: tuple[Change, ...] = ()
+    """Changes of the layout, each of which makes it fit; empty if the layout fits."""
     replayed: bool = False
+    """True if a replay counted the memory."""
     refused: str = ""
+    """The reason if the job refused the layout after the search; else empty."""
 
     @property
     def fits(self) -> bool:
-        """True if the job accepts the layout and the forecast memory is below the limits of the device and the host."""
+        """True if the job did not refuse the layout, and no rank needs more memory than it has."""
         return self.estimate.fits and not self.refused
 
     @property
@@ -56,7 +54,7 @@ class PlanRow:
 
     @property
     def explanation(self) -> str:
-        """Why the layout is refused or does not fit; or what takes its time, and how much memory stays free."""
+        """The parts of the step time and the free memory or, if the layout is not possible, the reason."""
         if self.refused or not self.fits:
             return self.refused or explain_misfit(self.estimate)
         return f"{self.time_explanation or explain_recommended(self.estimate)}; {free_memory_text(self.estimate)}"
@@ -99,19 +97,19 @@ def verdict_text(*, fits: bool, tight: bool, refused: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice of a plan. `rows` has the best layout of each family; the first row is the recommended layout.
-
-    Layouts that fit come before those that do not. `limits` says what limits the recommended layout.
-    `missing` explains why a family has no layout. `not_replayed_reason` says why the recommended layout was not
-    replayed, if it was not. `tie` is the fastest layout, if the recommended layout is slower but ties with it.
-    """
+    """The advice of a plan."""
 
     case: MemoryCase
     rows: tuple[PlanRow, ...]
+    """The best layout of each family: the recommended one, then the others that fit, then those that do not fit."""
     limits: tuple[str, ...]
+    """Lines on what limits the step time of the recommended layout."""
     missing: tuple[str, ...] = ()
+    """A line for each family that has no layout, with the reason."""
     not_replayed_reason: str = "the forecast is analytical only"
+    """The reason to state if the recommended layout was not replayed."""
     tie: Estimate | None = None
+    """The fastest layout, if a simpler one that ties with it is recommended; else None."""
 
     @property
     def recommended(self) -> Estimate:
@@ -198,10 +196,10 @@ def throughput_text(estimate: Estimate) -> tuple[str, str]:
 def advise(cost_model: CostModel, *, grid: SearchSpace | None = None) -> Advice:
     """Search for the best layouts and explain the result.
 
-    For each layout that ties with the fastest, also search for a simpler layout, with fewer options and axes.
+    For each layout that ties with the fastest, also search for a simpler one, with fewer options or axes.
 
     Raises:
-        LayoutError: no layout fits; the error names the nearest layout, and what would make it fit.
+        LayoutError: no layout fits. The error names the layout that needs least memory, and what would make it fit.
     """
     grid = grid or SearchSpace()
     best = [*search(cost_model, grid=grid).best.values()]
@@ -211,10 +209,13 @@ def advise(cost_model: CostModel, *, grid: SearchSpace | None = None) -> Advice:
 
 
 def build_advice(cost_model: CostModel, estimates: Iterable[Estimate], *, grid: SearchSpace | None = None) -> Advice:
-    """Return the advice for these estimates, which all fit: the best of each family, and the recommended one.
+    """Return the advice for these estimates, which all fit.
+
+    Families without an estimate get the layout that needs least memory, or a line that explains why they have none.
 
     Raises:
-        LayoutError: there is no estimate; the error names the nearest layout, and what would make it fit.
+        LayoutError: there is no estimate. The error names the layout that needs least memory, and what would make it
+            fit.
     """
     grid = grid or SearchSpace()
     ranked = sorted(estimates, key=sort_key)
@@ -245,6 +246,7 @@ def build_advice(cost_model: CostModel, estimates: Iterable[Estimate], *, grid: 
 
 
 def _timing_note(measured_time: MeasuredTime | None) -> str:
+    """Return the note that a step time was measured, with its relative spread if that is known; empty if it was not."""
     if measured_time is None:
         return ""
     return (
@@ -255,7 +257,7 @@ def _timing_note(measured_time: MeasuredTime | None) -> str:
 
 
 def _build_rows(best: Sequence[Estimate], fastest: Estimate) -> Iterator[PlanRow]:
-    """Yield the rows of the estimates in `best`, the first of which is recommended."""
+    """Yield the rows of the estimates in `best`. The first one is recommended; `fastest` may tie with it."""
     first, *others = best
     explanation = explain_recommended(first) if first is fastest else explain_simpler(first, fastest)
     yield PlanRow(family=first.candidate.family, estimate=first, time_explanation=explanation)
@@ -266,7 +268,7 @@ def _build_rows(best: Sequence[Estimate], fastest: Estimate) -> Iterator[PlanRow
 
 
 def build_plan_row(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace | None = None) -> PlanRow:
-    """Return the row of an estimate. If the layout does not fit, the row has changes that make it fit."""
+    """Return the row of an estimate. If the layout does not fit, the row has changes that would make it fit."""
     grid = grid or SearchSpace()
     family = estimate.candidate.family
     if estimate.fits:

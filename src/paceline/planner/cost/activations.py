@@ -1,4 +1,4 @@
-"""Estimate the activation memory of one rank at those points of a step where its memory may peak."""
+"""Estimate the activation memory of one rank at those points of a step that may be its peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,34 +9,34 @@ from paceline.planner.model_costs.layer_chain import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPeak:
-    """Activation bytes of one rank at the points of a step that may be its peak.
+    """The activation bytes of one rank at those points of a step that may be its peak.
 
-    A step has one activation per microbatch and stage of the rank. The tail is the part after the blocks; its backward
-    runs first. Transient bytes live within the backward of one part.
+    An activation is here all that one stage saves for one microbatch. The tail is the part after the blocks, whose
+    backward runs first. Transient bytes live within the backward of one part.
     """
 
     num_held: int
-    """The number of activations that the rank holds at most at once."""
+    """The largest number of activations that the rank holds at once."""
     num_total: int
     """The number of activations of a whole step."""
     held_bytes: float
-    """The bytes of the held activations."""
+    """The bytes of `num_held` activations."""
     cast_bytes: float
-    """The bytes of weight copies in another precision that are held with them."""
+    """The bytes of the weight copies in another precision that are held with these activations."""
     tail_bytes: float
-    """The tail's share of `held_bytes` for one microbatch, which is freed before the blocks run backward."""
+    """The tail's share of `held_bytes` for one microbatch, which is freed before the backward of the blocks."""
     tail_cast_bytes: float
-    """The tail's share of `cast_bytes` for one microbatch, which is freed at the same time."""
+    """The tail's share of `cast_bytes` for one microbatch, which is freed at the same time as `tail_bytes`."""
     tail_transient_bytes: float
     """The transient bytes of the tail's backward."""
     recompute_bytes: float
-    """The transient bytes of recomputation: the largest of a block or of the part before the blocks."""
+    """The transient bytes of recomputation: the maximum over the blocks and the part before them."""
     recompute_cast_bytes: float
-    """The transient bytes of weight copies in that recomputation."""
+    """The transient bytes of weight copies in recomputation: the maximum over the same parts."""
     transient_bytes: float
-    """The other transient bytes: the largest of a block or of the part before the blocks."""
+    """The other transient bytes: the maximum over the same parts."""
     end_bytes: float
-    """The total bytes in the first block's backward, when all gradients exist."""
+    """All activation bytes in the backward of the first block, when all gradients exist."""
     border_bytes: float
     """The bytes of the message to the next stage."""
 
@@ -49,18 +49,17 @@ class ActivationPeak:
 def build_activation_peak(
     layer_costs: Sequence[LayerCost], stages: Sequence[Counts], *, num_held: int, num_total: int
 ) -> ActivationPeak:
-    """Return the activation peak of a rank that runs `stages` and holds `num_held` stage activations at once.
+    """Return the activation peak of a rank that holds these stages.
 
-    The stages hold equally many of them. If the number does not divide evenly, the largest stages hold one more.
+    The `num_held` activations are divided evenly among the stages, and the remainder goes to the largest stages.
     """
-    # layer_costs[0] is the part before the blocks, layer_costs[1] is the part after them
+    # costs 0 and 1 are those of the parts before and after the blocks
     border_bytes = max((cost.border_bytes for cost in layer_costs[2:]), default=0.0)
     # the message from the previous stage is saved as the input of the first block
     input_bytes = [0.0 if s[0] else border_bytes for s in stages]
     kept_bytes, cast_bytes = [cost.kept_bytes for cost in layer_costs], [cost.cast_bytes for cost in layer_costs]
     stage_bytes = [
-        _stage_bytes(s, kept_bytes) + stage_input_bytes
-        for s, stage_input_bytes in zip(stages, input_bytes, strict=True)
+        _stage_bytes(s, kept_bytes) + own_input_bytes for s, own_input_bytes in zip(stages, input_bytes, strict=True)
     ]
     stage_cast_bytes = [_stage_bytes(s, cast_bytes) for s in stages]
     blocks = [cost for part, cost in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]
@@ -85,6 +84,7 @@ def build_activation_peak(
 
 
 def _backward_bytes(cost: LayerCost) -> float:
+    """Return all bytes that the backward of one part needs."""
     return cost.kept_bytes + cost.cast_bytes + cost.recompute_bytes + cost.recompute_cast_bytes + cost.transient_bytes
 
 
@@ -93,5 +93,6 @@ def _stage_bytes(stage: Counts, bytes_by_part: Sequence[float]) -> float:
 
 
 def _held_bytes(stage_bytes: Sequence[float], num_held: int) -> float:
-    rounds, remainder = divmod(num_held, len(stage_bytes))
-    return rounds * sum(stage_bytes) + sum(sorted(stage_bytes, reverse=True)[:remainder])
+    """Return the bytes of `num_held` activations; `stage_bytes` are those of one activation of each stage."""
+    num_per_stage, remainder = divmod(num_held, len(stage_bytes))
+    return num_per_stage * sum(stage_bytes) + sum(sorted(stage_bytes, reverse=True)[:remainder])

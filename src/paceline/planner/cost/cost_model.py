@@ -1,4 +1,4 @@
-"""Estimate a candidate's memory, step time and price on a cluster, by closed forms: the cost model."""
+"""Define the cost model: it estimates a candidate's memory, step time and price on a cluster, by closed forms."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -31,7 +31,11 @@ _HOUR = 3600.0
 
 
 class CostModel:
-    """A cost model of one model on one cluster. It caches values that several candidates share."""
+    """The cost model of a neural network on a cluster.
+
+    It caches the costs that several candidates share, so that each estimate is cheap. `device_bytes` is the full memory
+    of a device, if the device of the cluster has only a part of it (see `with_memory_limit`).
+    """
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class CostModel:
         return candidate.num_micro(self.profile.global_batch_size)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Return the full estimate of a candidate, which must be legal: see `search.search_space`.
+        """Return the full estimate of a candidate. The candidate must be legal (see `search.search_space`).
 
         Raises:
             LayoutError: there are more stages than blocks.
@@ -96,10 +100,7 @@ class CostModel:
         )
 
     def with_memory_limit(self, limit_bytes: float) -> "CostModel":
-        """Return a cost model whose devices have at most `limit_bytes` of memory.
-
-        The planner uses it after a run has failed for lack of memory.
-        """
+        """Return a cost model whose devices have at most `limit_bytes` of memory."""
         device = replace(self.cluster.device, memory_bytes=min(limit_bytes, self.cluster.device.memory_bytes))
         return self._with(cluster=replace(self.cluster, device=device))
 
@@ -108,7 +109,7 @@ class CostModel:
         return self._with(profile=profile)
 
     def with_memory_ratio(self, family: str, ratio: float) -> "CostModel":
-        """Return a cost model whose memory forecast for the layouts of a family is multiplied by `ratio`."""
+        """Return a cost model that forecasts `ratio` times as much memory for the layouts of a family."""
         memory_ratios = {**self.cluster.fuller, family: ratio * max(1.0, family_ratio(self.cluster.fuller, family))}
         return self._with(cluster=replace(self.cluster, fuller=memory_ratios))
 
@@ -120,11 +121,11 @@ class CostModel:
 
     @property
     def host_limit_bytes(self) -> float | None:
-        """A rank's share of its host's memory, in bytes; None if the host's memory is unknown."""
+        """A rank's share of its host's memory; None if the host's memory is unknown."""
         return None if self.cluster.host_bytes is None else self.cluster.host_bytes / self.cluster.devices
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the memory of the rank with the highest peak. `host_bytes` is the maximum over all ranks."""
+        """Return the memory of the fullest rank, with the `host_bytes` of the rank that offloads most."""
         device, efficiency = self.cluster.device, self.efficiency
         ranks_with_activations = zip(self.distinct_ranks(candidate), self.activation_peaks(candidate), strict=True)
         rank_memories = [
@@ -145,7 +146,7 @@ class CostModel:
         return replace(fullest, host_bytes=max(memory.host_bytes for memory in rank_memories))
 
     def time_ratio(self, family: str) -> float:
-        """Return the measured step time of this family divided by its forecast."""
+        """Return the ratio of measured to forecast step time of a family in earlier runs, 1 if there are none."""
         return family_ratio(self.cluster.longer, family)
 
     def seconds(self, candidate: Candidate) -> StepTime:
@@ -160,9 +161,9 @@ class CostModel:
         return step_time.scaled_by(self.time_ratio(candidate.family))
 
     def step_end_seconds(self, candidate: Candidate) -> dict[tuple[Counts, ...], dict[str, float]]:
-        """Return the seconds of each kind of work at the end of a step.
+        """Return the seconds of the work at the end of a step by field of `StepTime`, for each distinct rank.
 
-        The outer key is the part counts of the stages that a rank holds; the inner key is the kind of work.
+        The key of a rank is the tuple of its stages, each as the counts of its parts.
         """
         groups = self.groups(candidate)
         stages_by_counts = dict(zip(self.part_counts(candidate), self.stages_with_sharding(candidate), strict=True))
@@ -175,11 +176,11 @@ class CostModel:
         }  # fmt: skip
 
     def part_counts(self, candidate: Candidate) -> tuple[Counts, ...]:
-        """Return, for every stage, how often it contains each distinct part."""
+        """Return how often each distinct part occurs in every stage."""
         return self._stage_counts(candidate)[0]
 
     def stages_with_sharding(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Return the times of every stage for one microbatch, with the all-gathers and reduce-scatters of sharding."""
+        """Return the times of every stage, with the data-parallel communication of every microbatch."""
         counts, groups = self._stage_counts(candidate)[0], self.groups(candidate)
         stages_by_counts: dict[Counts, Stage] = {}
         for stage_counts, stage in zip(counts, self.stages_without_sharding(candidate), strict=True):
@@ -227,7 +228,7 @@ class CostModel:
         return self._layer_costs[key]
 
     def stages_without_sharding(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Return the times of every stage for one microbatch, without the communication of sharding."""
+        """Return the times of every stage, without data-parallel communication."""
         c = candidate
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
         if key not in self._stages:
@@ -237,7 +238,7 @@ class CostModel:
         return self._stages[key]
 
     def activation_peaks(self, candidate: Candidate) -> tuple[ActivationPeak, ...]:
-        """Return the activation peak of each distinct rank, in the order of `distinct_ranks`."""
+        """Return the activation peak of each rank in `distinct_ranks`."""
         c = candidate
         num_micro = self.num_micro(c)
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp, c.virtual, c.schedule, num_micro)
@@ -256,9 +257,9 @@ class CostModel:
         )
 
     def distinct_ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
-        """Return pipeline ranks with different stages, each with the part counts of its stages.
+        """Return the pipeline ranks that differ in their stages, as pairs of a rank and its stages.
 
-        Of several ranks with equal stages, only the first is returned, because it holds the most activations.
+        Of ranks with equal stages, return the first, which holds the most activations.
         """
         c = candidate
         key = (c.pp, c.virtual, c.schedule == "zbv")
@@ -283,7 +284,7 @@ class CostModel:
         return self._elements[key]
 
     def groups(self, candidate: Candidate) -> CommGroups:
-        """Return the communication groups of a rank."""
+        """Return the communication groups of a rank in the candidate's mesh."""
         c = candidate
         key = (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep)
         if key not in self._groups:
@@ -305,7 +306,7 @@ class CostModel:
         return self._groups[key]
 
     def _stage_counts(self, candidate: Candidate) -> tuple[tuple[Counts, ...], tuple[int, ...]]:
-        """Return, for every stage, how often it contains each distinct part; and the number of blocks of each stage."""
+        """Return how often each distinct part occurs in every stage, and the number of blocks of each stage."""
         num_stages = candidate.pp * candidate.virtual
         if num_stages not in self._stage_counts_cache:
             bounds = self.chain.cut_stages(num_stages)
@@ -316,7 +317,7 @@ class CostModel:
         return self._stage_counts_cache[num_stages]
 
     def _num_in_flight(self, candidate: Candidate, num_micro: int, rank: int) -> int:
-        """Return the most stage activations that the pipeline rank holds at once."""
+        """Return the largest number of activations that a pipeline rank holds at once."""
         c = candidate
         if c.pp == 1:
             return 1

@@ -9,36 +9,36 @@ from paceline.planner.cost.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTime:
-    """The measured step time of a layout on the target cluster.
-
-    `spread` is half the interquartile range, as a fraction of `seconds`. `blocks` has the number of blocks of each
-    model that ran. If these models are smaller than the planned model, `seconds` is a linear extrapolation from them.
-    `between` is the start and the end of the timing (seconds since the epoch). Other layouts ran in between, too.
-    """
+    """The measured step time of a layout on the target cluster. The field names are keys of plan.json."""
 
     seconds: float
+    """The median seconds of a step."""
     spread: float
+    """Half the interquartile range, as a fraction of `seconds`; 0 if it is unknown."""
     steps: int
+    """The number of timed steps."""
     blocks: tuple[int, ...]
+    """The block counts of the timed models. If they are smaller than the model's, `seconds` is extrapolated."""
     between: tuple[float, float] = (0.0, 0.0)
+    """The start and the end of the timing, in seconds since the epoch. Other layouts were timed in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known."""
+    """The forecast of a candidate: the memory of its fullest rank, the time of a step, and the price if it is known."""
 
     candidate: Candidate
     memory: Memory
     seconds: StepTime
     """The forecast seconds, scaled to `measured_time` if there is one."""
     stages: tuple[int, ...]
-    """The number of blocks of each stage."""
+    """The number of blocks of each stage; empty without a pipeline."""
     num_micro: int
     """The number of microbatches of a replica in a step."""
     limit_bytes: float
-    """The usable part of a device's memory."""
+    """The memory of a device that the layout may use."""
     device_bytes: float
-    """The memory of a device."""
+    """The full memory of a device."""
     samples: int
     """The samples of a step."""
     length: int
@@ -49,7 +49,7 @@ class Estimate:
     peak_flops_per_second: float
     """The peak rate of one device in the precision of matmuls."""
     margin_bytes: float = 0.0
-    """The error margin of the peak."""
+    """The error margin of `peak_bytes`."""
     host_limit_bytes: float | None = None
     """A rank's share of its host's memory; None if it is unknown."""
     price: float | None = None
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if every rank has enough memory, even if the forecast is off by its margin."""
+        """True if no rank needs more memory than it has, even if the forecast is off by its margin."""
         return self.fits_on(self.limit_bytes)
 
     def fits_on(self, limit_bytes: float) -> bool:
@@ -108,12 +108,12 @@ class Estimate:
 
     @property
     def over_bytes(self) -> float:
-        """The bytes by which the peak exceeds the limit; negative if it is below."""
+        """The bytes by which the peak exceeds the limit; negative if the peak is below the limit."""
         return self.peak_bytes - self.limit_bytes
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings that a user must type in addition to the layout, by name."""
+        """The settings to type besides the layout."""
         settings = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
         if self.candidate.precision != "fp32":
             settings["train.precision"] = self.candidate.precision

@@ -1,7 +1,7 @@
 """Compute the error margins of a forecast.
 
-A layout is `tight` if its distance from the memory limit is within the margin. Two layouts tie if the difference of
-their step times is within the margin.
+A layout whose peak is within the margin of the limit is `tight`. Two layouts whose step times differ by less than the
+margin tie.
 
 The constants follow from mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 %
 at most for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of
@@ -20,14 +20,14 @@ PROCESS_BYTES_ERROR = 0.06
 FORECAST_SECONDS_ERROR = 0.10
 TIMED_SECONDS_ERROR = 0.02
 _MEDIAN_ERROR = 1.86  # error of a median of n steps = _MEDIAN_ERROR × spread / √n
-_NUM_SIGMAS = 2
+_NUM_SIGMAS = 2  # the error of a ratio of medians, in standard deviations
 
 
 def bytes_margin(memory: Memory, device: Device, *, is_replayed: bool) -> float:
     """Return the error margin of the peak, in bytes.
 
-    The reserve of an accelerator is not a forecast, so it has no margin. On CPUs, the margin is a fraction of the whole
-    peak, because the peak is the resident size of the process.
+    On an accelerator, the reserve has no margin, because it is not a forecast. On CPUs, the margin applies to the
+    resident size of the whole process.
     """
     if not device.is_accelerator:
         return PROCESS_BYTES_ERROR * memory.peak_bytes
@@ -54,10 +54,7 @@ def is_tie(estimate: Estimate, fastest: Estimate) -> bool:
 
 
 def _variance(measured_time: MeasuredTime) -> float:
-    """Return the squared relative error of the median step time.
-
-    Without a measured spread, use the error of a forecast.
-    """
+    """Return the squared relative error of the median or, without a measured spread, of a forecast."""
     error = (
         _MEDIAN_ERROR * measured_time.spread / sqrt(measured_time.steps)
         if measured_time.spread

@@ -1,9 +1,9 @@
 """Estimate the cost of one part of the model for one rank and microbatch: compute, messages and memory.
 
 In the roofline model (Williams et al., 2009), matmuls run at a fraction of the device's peak rate or, with few rows, at
-the speed of reading the weights; everything else runs at a fraction of the memory bandwidth. Relative to
-forward, backward takes 2 times as long for matmuls, 2.5 times for attention (Dao et al., 2022: it recomputes the
-scores), and 2 times for everything else.
+the speed of reading the weights. All other operations run at a fraction of the memory bandwidth. For matmuls and other
+operations, backward takes twice as long as forward. For attention, it takes 2.5 times as long, because it computes the
+scores again (Dao et al., 2022).
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,16 @@ _ATTENTION_BACKWARD_RATIO = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacement:
-    """The shape of a rank's microbatch, the layout options that affect a layer, and the groups that split it."""
+    """The microbatch of a rank, the options of the layout, and the groups of ranks that split a layer."""
 
     samples: int
+    """The samples of the microbatch."""
     length: int
+    """The positions of a sample."""
     precision: str
+    """The precision of matmuls."""
     sequence: bool
+    """True with sequence parallelism."""
     remat: str
     tp: Group
     cp: Group
@@ -35,17 +39,17 @@ class LayerPlacement:
 class LayerCost:
     """The cost of one part for one microbatch on one rank.
 
-    Messages count only as far as they are exposed: compute does not hide them.
+    The exposed seconds of messages are those that compute does not hide.
     """
 
     forward: float
     """Seconds of the forward, without messages."""
     backward_input: float
-    """Seconds of the backward for inputs."""
+    """Seconds of the backward for inputs, without messages and recomputation."""
     backward_weight: float
     """Seconds of the backward for weights."""
     recompute: float
-    """Seconds of the recomputed forward."""
+    """Seconds of the recomputed forward, without messages."""
     tensor: float
     """Exposed seconds of messages over tp, in both directions."""
     context: float
@@ -57,22 +61,22 @@ class LayerCost:
     messages_backward: float
     """Exposed seconds of all messages in backward."""
     overlappable_seconds: tuple[float, float]
-    """Compute of forward and of backward that can overlap other messages.
+    """Compute seconds of (forward, backward) that can overlap data-parallel messages.
 
-    Compute that already overlaps the exchange of keys and values is excluded.
+    Compute that already overlaps the exchange of keys and values over cp is excluded.
     """
     kept_bytes: float
     """Bytes that are held from forward to backward."""
     cast_bytes: float
-    """Bytes of weight copies in another precision, which are held in addition."""
+    """Bytes of weight copies in another precision that are also held from forward to backward."""
     recompute_bytes: float
-    """Bytes during recomputation."""
+    """Bytes of recomputed activations; for a part whose memory was measured, all transient bytes."""
     recompute_cast_bytes: float
-    """Bytes of weight copies during recomputation."""
+    """Bytes of the weight copies that recomputation makes."""
     border_bytes: float
     """Bytes that go to the next part."""
     transient_bytes: float
-    """Bytes of temporaries."""
+    """Bytes of other temporaries within forward or backward."""
 
     @property
     def seconds(self) -> float:
@@ -96,7 +100,7 @@ def layer_cost(
     efficiency: Efficiency,
     is_compiled: bool = False,
 ) -> LayerCost:
-    """Return the roofline cost of one part on one rank for one microbatch. `remat` applies to blocks only."""
+    """Return the roofline cost of one part on one rank for one microbatch. Only blocks are recomputed (`remat`)."""
     remat = placement.remat if is_block else "none"
     measured_remat = placement.remat if part.ways else remat
     part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != ZERO else part
@@ -150,7 +154,7 @@ def compute_bytes(precision: str) -> int:
 
 
 def _tp_fraction(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the fraction of the part's work that one tp rank does, from the fraction of the parameters that it has."""
+    """Return the fraction of the part's work that one tp rank does. Work is divided in the same way as parameters."""
     tp = placement.tp.size
     experts = part.expert_parameters if placement.ep.size == 1 else 0
     split_parameters, whole_parameters = part.split_parameters + experts, part.whole_parameters
@@ -164,7 +168,7 @@ def _tp_fraction(part: LayerProfile, placement: LayerPlacement) -> float:
 def _compute_seconds(
     part: LayerProfile, placement: LayerPlacement, device: Device, efficiency: Efficiency, *, is_block: bool
 ) -> tuple[float, float, float]:
-    """Return the forward seconds of matmuls, of attention, and of other operations. Only blocks use 8-bit matmuls."""
+    """Return the forward seconds of matmuls, attention and other operations. Only blocks have 8-bit matmuls."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tp, tp_fraction = placement.tp.size, _tp_fraction(part, placement)
     attention_precision = "bf16" if placement.precision == "float8" else placement.precision
@@ -194,7 +198,7 @@ def _compute_seconds(
 def _message_seconds(
     part: LayerProfile, placement: LayerPlacement, attention: float, efficiency: Efficiency
 ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
-    """Return the exposed seconds of messages over tp, over cp and over ep, each as (forward, backward)."""
+    """Return the exposed seconds of messages over tp, cp and ep, each for forward and backward."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tensor = placement.tp.all_reduce(part.tp_bytes.evaluate(**shape), calls=part.tp_calls)
     experts = (
@@ -212,7 +216,10 @@ def _message_seconds(
 
 
 def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the bytes of a rank's keys and values. If `cp_bytes` is 0, assume one key head per query head."""
+    """Return the bytes of a rank's keys and values, which it sends around the ring of cp ranks.
+
+    If the profile has no `cp_bytes`, assume as many key heads as query heads.
+    """
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     if not part.attention_flops.evaluate(**shape):
         return 0.0
@@ -222,7 +229,7 @@ def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
 def _estimated_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return `kept_bytes`, `cast_bytes`, `recompute_bytes` and `recompute_cast_bytes` of a `LayerCost`."""
+    """Estimate and return `kept_bytes`, `cast_bytes`, `recompute_bytes` and `recompute_cast_bytes` of a `LayerCost`."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tp = placement.tp.size
     cast_bytes = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (placement.precision in _SHORT_BYTES)
@@ -257,10 +264,10 @@ def _estimated_bytes(
 def _measured_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return the same four values as `_estimated_bytes`, for a part whose memory was measured.
+    """Return the values of `_estimated_bytes` for a part whose memory was measured.
 
-    The measured transient memory (`moment`) includes the activations of recomputation. Kept bytes that do not scale
-    with the microbatch are weight copies. Transient bytes that do not scale with it are the gradients of these copies.
+    The measured transient memory (`moment`) includes the memory of recomputation. Bytes that do not depend on the
+    microbatch are weight copies or, in transient memory, the gradients of these copies.
     """
     measured, shape = part.ways.get(remat, part.ways["none"]), _placement_shape(placement)
     kept_without_remat = part.ways["none"].kept
@@ -281,9 +288,9 @@ def _measured_bytes(
 
 
 def _scale_scores_for_cp(measured: ActivationBytes, cp: int, score_fraction: float) -> ActivationBytes:
-    """Multiply the bytes of attention scores by `score_fraction` if cp splits the sequence.
+    """Return the bytes with those of attention scores multiplied by `score_fraction`, if cp splits the sequence.
 
-    Ring attention saves no scores. It computes the scores for the keys of one rank at a time.
+    Ring attention saves no scores. It computes only the scores for the keys of one rank at a time.
     """
     amount = measured.amount
     return (
@@ -292,6 +299,7 @@ def _scale_scores_for_cp(measured: ActivationBytes, cp: int, score_fraction: flo
 
 
 def _placement_shape(placement: LayerPlacement) -> dict[str, Any]:
+    """Return the arguments of `ActivationBytes.evaluate`."""
     return {
         "samples": placement.samples, "length": placement.length, "cp": placement.cp.size, "tp": placement.tp.size,
         "sequence": placement.sequence,

@@ -1,4 +1,4 @@
-"""Define a candidate: a layout and a microbatch size, for which the planner estimates memory and time."""
+"""Define a candidate: a layout with its microbatch size. The planner estimates it, and a user can type it."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,7 +16,7 @@ MICRO_BATCH_KEY = "micro_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A candidate: the mesh axes, the options and the microbatch size."""
+    """A layout that a plan may recommend: the sizes of the axes, the options and the microbatch size."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -29,7 +29,7 @@ class Candidate:
     virtual: int = 1
     """The number of stages per rank."""
     micro_batch_size: int = 1
-    """The samples of one forward of one replica."""
+    """The samples of one forward of a replica."""
     remat: str = "none"
     offload: tuple[str, ...] = ()
     sequence: bool = False
@@ -51,12 +51,12 @@ class Candidate:
         return self.dp_replicate * self.dp_shard
 
     def num_micro(self, global_batch_size: int) -> int:
-        """Return the number of microbatches of the replica that has the most. The last microbatch may be smaller."""
+        """Return the number of microbatches in a step, for the replica that has the most of them."""
         return num_micro(global_batch_size, replicas=self.replicas, micro_batch_size=self.micro_batch_size)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the candidate's axes, without its other options."""
+        """The mesh of the candidate."""
         return Mesh(
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, ep=self.ep,
             zero=self.zero,
@@ -64,7 +64,7 @@ class Candidate:
 
     @cached_property
     def layout_spec(self) -> Layout:
-        """The layout a user would type for this candidate."""
+        """The layout that a user would type for this candidate."""
         sizes = {axis: self.mesh.size(axis) for axis in self.mesh.split_axes} or {"dp_replicate": 1}
         default_virtual = {"interleaved": 2, "breadth_first": 2, "zb_interleaved": 2}.get(self.schedule, 0)
         return Layout(
@@ -86,7 +86,7 @@ class Candidate:
         return text.replace("single,", "dp=1,", 1)
 
     def replace(self, **changes: Any) -> "Candidate":
-        """Return a copy with the given values changed, like `dataclasses.replace` but ten times as fast."""
+        """Return a copy with some fields changed, like `dataclasses.replace` but ten times as fast."""
         copy = object.__new__(Candidate)
         values = vars(self)
         vars(copy).update({name: values[name] for name in _FIELDS}, **changes)
@@ -94,7 +94,7 @@ class Candidate:
 
     @cached_property
     def family(self) -> str:
-        """The layout's family: its only model axis, `mixed` if it has several, or the kind of data parallelism."""
+        """The family of the layout: its model axis, `mixed` for several, or its kind of data parallelism for none."""
         axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"
@@ -116,7 +116,7 @@ def candidate_from_layout(
 ) -> Candidate:
     """Return the candidate of a layout that a user typed.
 
-    If only every n-th block is recomputed (`remat=every:n`), the forecast assumes that no block is recomputed.
+    If only some blocks are recomputed (`remat=every:N`), the candidate has no recomputation.
     """
     remat = layout.remat.partition(":")[0]
     return Candidate(
@@ -135,9 +135,13 @@ def candidate_from_layout(
 
 
 def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
-    """Return the number of microbatches of the replica that has the most. They are assigned round robin."""
+    """Return the number of microbatches in a step, for the replica that has the most of them.
+
+    Microbatches are assigned to replicas round robin.
+    """
     num_total = -(-global_batch_size // micro_batch_size)
     return -(-num_total // replicas)
 
 
 FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "mixed")
+"""The values of `Candidate.family`, the simplest first."""

@@ -1,4 +1,4 @@
-"""Estimate the peak memory of one rank. The peak is in backward or in the optimizer step."""
+"""Estimate the peak memory of one rank. The peak occurs in backward or in the optimizer's update."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,21 +29,21 @@ class Memory:
     gradients: float = 0.0
     optimizer: float = 0.0
     master: float = 0.0
-    """Float32 master weights. Always 0: parameters keep their own type, and matmuls use copies in another precision."""
+    """Float32 master weights. Always 0, because parameters keep their own type and matmuls use copies of them."""
     activations: float = 0.0
     """Saved activations, with the weight copies that matmuls use."""
     gathered: float = 0.0
-    """Full parameters that fsdp has gathered."""
+    """Parameters that fsdp has gathered from their shards."""
     buffers: float = 0.0
     """Buckets and other memory of messages; a model's own buffers are part of `parameters`."""
     temporaries: float = 0.0
     """Tensors that live within one operation."""
     slack: float = 0.0
-    """Memory that the allocator holds beyond requests."""
+    """Memory that the allocator holds beyond what was requested."""
     reserve: float = 0.0
     """Memory that is not available to the model."""
     host_bytes: float = 0.0
-    """Bytes on the host, which are not part of the sum."""
+    """Bytes of offloaded state on the host. They are not part of `peak_bytes`."""
 
     @property
     def peak_bytes(self) -> float:
@@ -52,7 +52,10 @@ class Memory:
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     def scaled_by(self, factor: float) -> "Memory":
-        """Return `factor` times as much memory; the additional bytes are `slack`. A factor below 1 has no effect."""
+        """Return a copy with `factor` times the bytes, except the reserve; the additional bytes are counted as slack.
+
+        A factor below 1 has no effect.
+        """
         extra_bytes = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
         return replace(self, slack=self.slack + extra_bytes) if extra_bytes else self
 
@@ -72,7 +75,7 @@ MEMORY_PARTS = tuple(field.name for field in fields(Memory) if field.name != "ho
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """The parameter elements of a rank before data parallelism shards them."""
+    """The numbers of parameter elements of a rank, before data parallelism shards them."""
 
     dense: float
     """The elements that may be sharded."""
@@ -83,9 +86,9 @@ class Elements:
     largest_block: float
     """The elements of the largest block."""
     last_reduced: float
-    """The elements whose gradients come last: those of the first part or of a block."""
+    """The elements whose gradients are ready last: those of the part before the blocks or, if more, of a block."""
     trained: float
-    """The fraction of the elements that has gradients."""
+    """The fraction of all elements that has gradients."""
     large: float
     """The elements of tensors that are sent without a bucket."""
     largest_block_tensor: float
@@ -93,6 +96,7 @@ class Elements:
     largest_end_tensor: float
     """The elements of the largest tensor outside of blocks."""
     buffer_bytes: float
+    """The bytes of the model's buffers."""
 
     @property
     def largest_tensor(self) -> float:
@@ -101,10 +105,10 @@ class Elements:
 
 
 def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
-    """Return the parameter elements that one rank holds with these axis sizes.
+    """Return the elements of these parts on one of `tp` × `ep` ranks.
 
-    `counts` says how often the rank holds each part of the chain; part 0 is before the blocks and part 1 is after
-    them. Tied weights, which parts 0 and 1 share, count once.
+    `counts` tells how often the rank holds each part of the chain. Parts 0 and 1 are those before and after the blocks.
+    Weights that these two parts share (tied) count once.
     """
     rank_parameters = [part.rank_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied_elements = (
@@ -142,8 +146,8 @@ def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: i
 def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
     """Return the elements of tensors that are sent without a bucket.
 
-    These are the large tensors, except the first tensor of the model: it has a bucket, which also holds flags. The last
-    tensor counts too if it fills the small first bucket alone.
+    These are the large tensors, except the model's first tensor, whose bucket also holds flags. The model's last tensor
+    is also sent without a bucket if it is at least as large as the small first bucket.
     """
     element_bytes, (first, last) = (
         profile.element_bytes / tp,
@@ -165,13 +169,14 @@ def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, Layer
 
 
 def _largest_tensor_elements(part: LayerProfile, assumed_fraction: float) -> float:
+    """Return the elements of the part's largest tensor, by default this fraction of the part's parameters."""
     return max(part.tensors, default=0) or assumed_fraction * part.parameters
 
 
 def static_bytes(elements: Elements, candidate: Candidate, profile: ModelProfile) -> tuple[float, float, float]:
-    """Return a rank's bytes of parameters, gradients and optimizer state, on the device or offloaded.
+    """Return the bytes of parameters, gradients and optimizer state of a rank, wherever they are stored.
 
-    The ZeRO stage decides which of them are sharded (Rajbhandari et al., "ZeRO", 2020).
+    The ZeRO stage decides which of the three are sharded (Rajbhandari et al., "ZeRO", 2020).
     """
     zero, shard_size, element_bytes = candidate.zero, candidate.dp_shard, profile.element_bytes
     rank_elements = [elements.dense / (shard_size if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
@@ -192,7 +197,7 @@ def estimate_memory(
     device: Device,
     efficiency: Efficiency,
 ) -> Memory:
-    """Return the peak memory of a rank in a step."""
+    """Return the memory of a rank at its peak in a step."""
     parameters, gradients, optimizer = static_bytes(elements, candidate, profile)
     state = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
     host_bytes, is_offloaded = 0.0, "parameters" in candidate.offload
@@ -219,9 +224,9 @@ def estimate_memory(
 def _optimizer_step_phase(
     candidate: Candidate, profile: ModelProfile, elements: Elements, device: Device
 ) -> dict[str, float]:
-    """Return the bytes that the optimizer step needs, by purpose.
+    """Return the bytes by purpose during the optimizer's update.
 
-    With zero1 and zero2, updated parameters are gathered two units at a time.
+    With ZeRO stage 1 or 2, updated parameters are gathered two units at a time (see `_reduction_unit_bytes`).
     """
     transient_bytes = profile.optimizer.moment_bytes * elements.trained
     transient_bytes *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
@@ -238,10 +243,10 @@ def _optimizer_step_phase(
 def _backward_phases(
     candidate: Candidate, profile: ModelProfile, elements: Elements, peak: ActivationPeak, device: Device
 ) -> Iterator[dict[str, float]]:
-    """Yield the bytes, by purpose, at the four points of backward that may be the peak.
+    """Yield the bytes by purpose at the points of backward that may be the peak.
 
-    These are the loss, the gradient of the head, the backward of the last block, and the backward of the first block.
-    At the last point, all gradients exist.
+    These are the loss, the gradient of the part after the blocks, the backward of the last block, and the backward of
+    the first block, when all gradients exist.
     """
     has_casts = candidate.params == "fp32"
     element_bytes, gradient_bytes = profile.element_bytes, profile.element_bytes * elements.trained
@@ -261,7 +266,7 @@ def _backward_phases(
         end_bytes = _reduction_unit_bytes(
             elements.largest_end_tensor, gradient_bytes * elements.outside_blocks, gradient_bytes, device
         )
-        # gloo holds inputs and copies of a reduction until wait(); other backends hold only the results of two units
+        # two reductions are pending: gloo holds their inputs and copies until wait(), other backends only the results
         held_ratio = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
         pending_bytes, reduction_bytes = (
             min(dense, end_bytes + unit_bytes) * held_ratio,
@@ -283,7 +288,7 @@ def _backward_phases(
     recompute = peak.recompute_bytes + peak.recompute_cast_bytes * has_casts
     yield {
         "activations": peak.held_bytes + cast_bytes - peak.tail_bytes - peak.tail_cast_bytes * has_casts + recompute,
-        # a pipeline also prefetches a unit of another microbatch
+        # a pipeline also prefetches a unit for another microbatch
         "gathered": root_bytes + (2 + (candidate.pp > 1)) * block_bytes,
         "buffers": bucket_bytes + reduction_bytes + border_bytes,
         "temporaries": peak.transient_bytes,
@@ -296,7 +301,10 @@ def _backward_phases(
 
 
 def _reduction_unit_bytes(largest: float, total_bytes: float, element_bytes: float, device: Device) -> float:
-    """Return the bytes of gradients that are reduced at once: one large tensor, or a full bucket."""
+    """Return the bytes of a unit: the gradients that one collective reduces, a large tensor or a full bucket.
+
+    `largest` is the number of elements of the largest tensor; `total_bytes` are the bytes of all gradients.
+    """
     if element_bytes * largest > LARGE_PARAMETER_BYTES:
         return element_bytes * largest
     return min(
@@ -305,6 +313,7 @@ def _reduction_unit_bytes(largest: float, total_bytes: float, element_bytes: flo
 
 
 def _slack_bytes(phase: Mapping[str, float], efficiency: Efficiency) -> float:
+    """Return the memory that the allocator holds beyond the transient memory of a phase."""
     transient = phase if "optimizer" not in phase else {n: size for n, size in phase.items() if n != "optimizer"}
     return efficiency.slack * sum(transient.values())
 
@@ -312,7 +321,7 @@ def _slack_bytes(phase: Mapping[str, float], efficiency: Efficiency) -> float:
 def _peak_bytes(
     state: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float
 ) -> float:
-    """Return the `Memory.peak_bytes` of a phase, without building a `Memory`, because the search calls it often."""
+    """Return the `Memory.peak_bytes` of a phase. The search calls this often, so no `Memory` is built."""
     phase_bytes = phase.get
     state_bytes = (
         state["parameters"]

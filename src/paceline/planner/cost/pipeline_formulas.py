@@ -1,7 +1,7 @@
-"""Compute a schedule's activations in flight and its makespan by closed forms, for programs too long to simulate.
+"""Compute the activations in flight and the makespan of a pipeline schedule by closed forms.
 
-`max_in_flight` equals `count_in_flight` of the `Program`. `makespan` equals the simulation if all stages are equal and
-messages take no time; otherwise it is approximate, and tests state the error.
+Many programs are too long to simulate. `max_in_flight` equals the count in the `Program`. `makespan` equals the
+simulation if all stages are equal and messages take no time. Otherwise it is approximate, and tests state the error.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from paceline.schedule.program import Op, Program
 
 LOOPED_SCHEDULES = ("interleaved", "breadth_first", "zb_interleaved")
+"""The schedules in which stage s is on rank s modulo the number of ranks, with several stages per rank."""
 SPLIT_BACKWARD_SCHEDULES = ("zb_h1", "zb_interleaved", "zbv")
+"""The schedules that compute the gradients of inputs and of weights as two actions."""
 MODELED_SCHEDULES = ("naive", "gpipe", "1f1b", *LOOPED_SCHEDULES, "zb_h1", "zbv")
+"""The schedules for which there are closed forms."""
 
 
 def count_in_flight(program: Program, rank: int) -> int:
-    """Return the most stage activations that a rank holds at once, by counting the actions of a program."""
+    """Return `max_in_flight` by the naive method, which counts the activations in a program."""
     in_flight = highest = 0
     for action in program.compute_actions(rank):
         in_flight += action.op is Op.FORWARD
@@ -25,7 +28,10 @@ def count_in_flight(program: Program, rank: int) -> int:
 
 
 def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: int) -> int:
-    """Return the most activations of one stage and one microbatch that a rank holds at once."""
+    """Return the largest number of activations that a rank holds at once, each of one stage and one microbatch.
+
+    There are `micro` microbatches and `virtual` stages per rank.
+    """
     total = micro * virtual
     if schedule == "naive":
         return virtual
@@ -41,7 +47,7 @@ def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: 
 
 
 def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
-    """Return True if `makespan` is accurate. With few microbatches, some schedules have gaps that the formula omits."""
+    """Return True if `makespan` is accurate. It omits the gaps that some schedules have with few microbatches."""
     if schedule == "zbv":
         return micro >= 2 * (ranks - 1)
     return schedule in MODELED_SCHEDULES and (schedule != "zb_interleaved" or micro >= ranks)
@@ -49,23 +55,21 @@ def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The seconds of every stage for one microbatch, in the model's order.
-
-    `hop_seconds` is the time of a message to the next stage.
-    """
+    """The seconds of one microbatch in every stage, in the order of the model."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
     hop_seconds: float = 0.0
+    """The seconds of a message to the next stage."""
 
 
 def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, virtual: int) -> float:
-    """Return the seconds from the start of the first compute to the end of the last.
+    """Return the seconds from the start of the first compute to the end of the last compute.
 
-    The formulas assume that the slowest rank is idle only while the pipeline fills and drains. If too few microbatches
-    are in flight to hide a message, each microbatch also waits for the message. The letters are as in the papers: p
-    ranks, m microbatches, v stages per rank.
+    The busiest rank always computes, except while the pipeline fills and drains. If too few microbatches are in flight
+    to hide messages, every cycle of a rank waits for a message. The letters are those of the papers: p ranks, m
+    microbatches, v stages per rank.
     """
     p, m, v, hop = ranks, micro, virtual, stage_times.hop_seconds
     stage_seconds = [
@@ -105,7 +109,7 @@ def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, 
 def _zero_bubble_makespan(
     schedule: str, stage_times: StageTimes, slowest_rank: float, *, p: int, m: int, v: int
 ) -> float:
-    """Return the makespan of a zero-bubble schedule, in which the backward for weights fills idle gaps."""
+    """Return the makespan of a zero-bubble schedule. A weight gradient fills a gap of at most its own length."""
     n, hop = p * v, stage_times.hop_seconds
     f, i, w = (sum(s) / n for s in (stage_times.forward, stage_times.backward_input, stage_times.backward_weight))
     if schedule == "zbv":
@@ -118,10 +122,10 @@ def _zero_bubble_makespan(
 
 
 def slowest_rank_seconds(stage_seconds: Sequence[float], *, schedule: str, ranks: int) -> float:
-    """Return the seconds per microbatch of the rank that all others wait for.
+    """Return the seconds per microbatch of the rank that all other ranks wait for.
 
     Looped schedules send a group of microbatches through one stage of every rank, then through the next stage of every
-    rank. For each of these stages, all ranks wait for the slowest one.
+    rank. In each round, all ranks wait for the slowest stage.
     """
     if schedule in LOOPED_SCHEDULES:
         return sum([max(stage_seconds[start : start + ranks]) for start in range(0, len(stage_seconds), ranks)])

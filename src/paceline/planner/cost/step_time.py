@@ -15,9 +15,9 @@ from paceline.planner.model_costs.model_profile import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of one step on the busiest rank, by purpose; the fields add up to the step.
+    """The seconds of one step on the busiest rank, by purpose. The field names are keys of plan.json.
 
-    Messages count only as far as they are exposed: compute does not hide them. The field names are keys of plan.json.
+    The fields add up to the step time. Messages count only with their exposed seconds, which compute does not hide.
     """
 
     compute: float = 0.0
@@ -38,7 +38,7 @@ class StepTime:
     update: float = 0.0
     """The optimizer's update."""
     offload: float = 0.0
-    """Copies between device and host."""
+    """Copies of offloaded state between device and host."""
     start: float = 0.0
     """The fixed cost of a step."""
 
@@ -80,45 +80,50 @@ class CommGroups:
     """The groups of ranks that a rank communicates with, and its link to the host."""
 
     shard: Group
-    """The ranks that shard one replica."""
+    """The ranks among which parameters, gradients or optimizer state are sharded."""
     shard_replicas: Group
-    """The ranks that hold the same shard."""
+    """The ranks that have equal shards."""
     data: Group
     """All ranks that reduce gradients together."""
     expert_replicas: Group
-    """The ranks that hold the same experts."""
+    """The ranks that have the same experts."""
     next_stage: Group
-    """The rank and its neighbour in the pipeline."""
+    """The ranks of one pipeline. Its `send` is a message to the next stage."""
     host: Link
     """The link to the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The seconds of one stage for one microbatch.
-
-    `backward_input` includes the recomputation (`recompute`). Forward and backward include their messages.
-    `overlappable_seconds` are the forward and backward compute that can overlap data-parallel messages.
-    """
+    """The seconds of one stage for one microbatch. Exposed messages are those that compute does not hide."""
 
     forward: float
+    """Forward, with its exposed messages."""
     backward_input: float
+    """Backward for inputs, with the recomputation and all exposed messages of backward."""
     backward_weight: float
+    """Backward for weights."""
     recompute: float = 0.0
+    """Recomputation."""
     tensor: float = 0.0
+    """Exposed messages over tp, in both directions."""
     context: float = 0.0
+    """Exposed messages over cp, in both directions."""
     experts: float = 0.0
+    """Exposed messages over ep, in both directions."""
     gather: float = 0.0
+    """Exposed messages of sharded parameters and gradients, in both directions."""
     overlappable_seconds: tuple[float, float] = (0.0, 0.0)
+    """Compute of (forward, backward) that can overlap data-parallel messages."""
 
     @property
     def seconds(self) -> float:
-        """The seconds of forward and backward."""
+        """The seconds of forward and backward, with their messages."""
         return self.forward + self.backward_input + self.backward_weight
 
 
 def build_stage(layer_costs: Sequence[LayerCost], counts: Counts) -> Stage:
-    """Return the times of a stage, without data-parallel communication."""
+    """Return the times of a stage whose parts occur `counts` times each, without data-parallel communication."""
     forward = messages_forward = backward = messages_backward = weight = recompute = tensor = context = experts = (
         overlappable_forward
     ) = overlappable_backward = 0.0
@@ -152,10 +157,11 @@ def add_sharding_communication(
     stage: Stage, elements: Elements, *, units: int, candidate: Candidate, profile: ModelProfile, groups: CommGroups,
     efficiency: Efficiency,
 ) -> Stage:  # fmt: skip
-    """Return a copy of the stage that includes the all-gathers and reduce-scatters of every microbatch.
+    """Return the stage with the all-gathers and reduce-scatters of its `units` fsdp units for every microbatch.
 
     Messages overlap compute, except the all-gather for the first unit and the reduce-scatter of the last unit.
-    Parameters outside of units are gathered for each microbatch; in a pipeline, once per step.
+    Parameters outside of units are gathered before each forward and freed after its backward. In a pipeline, they are
+    gathered once per step, which is not counted here.
     """
     if candidate.zero < 2:
         return stage
@@ -193,7 +199,10 @@ def add_sharding_communication(
 
 
 def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float) -> float:
-    """Return the seconds from the first forward to the last backward."""
+    """Return the seconds from the first forward to the last backward of `micro` microbatches.
+
+    `hop` is the time of a message to the next stage.
+    """
     if len(stages) == 1:
         return micro * stages[0].seconds
     stage_times = StageTimes(
@@ -210,8 +219,7 @@ def build_step_time(
 ) -> StepTime:
     """Return the step time of these stages.
 
-    `micro` is the number of microbatches, and `hop` the seconds of a message to the next stage. `end_seconds` are the
-    seconds of the work at the end of the step, by kind.
+    `hop` is the time of a message to the next stage. `end_seconds` are the results of `estimate_step_end`.
     """
     total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
     busiest = _busiest_rank_stages(stages, schedule=candidate.schedule, ranks=candidate.pp)
@@ -241,7 +249,10 @@ def estimate_step_end(
     candidate: Candidate, stage: Stage, elements: Elements, *, profile: ModelProfile, device: Device,
     groups: CommGroups, efficiency: Efficiency,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the seconds of the work that runs once per step: gradient reduction, update, all-gather and offload."""
+    """Return the seconds of the work that a rank does once per step, by field of `StepTime`.
+
+    `gradients` includes the all-gather of updated parameters with ZeRO stage 1 or 2.
+    """
     element_bytes, trained, zero = profile.element_bytes, elements.trained, candidate.zero
     parameters, gradients, optimizer = static_bytes(elements, candidate, profile)
     reduce_seconds = _gradient_reduction_seconds(
@@ -252,7 +263,7 @@ def estimate_step_end(
     if profile.tied and candidate.pp > 1:
         reduce_seconds += 2 * groups.next_stage.send(
             element_bytes * profile.tied / candidate.tp
-        )  # the first and the last stage each have a part of the gradient
+        )  # both ends hold part of its gradient
     rank_bytes = element_bytes * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
     moved_bytes = 3 * rank_bytes + 2 * optimizer  # reads and writes state and parameters, reads gradients
     bandwidth = device.bytes_per_second * efficiency.memory
@@ -272,9 +283,10 @@ def estimate_step_end(
 def _gradient_reduction_seconds(
     candidate: Candidate, elements: Elements, gradient_element_bytes: float, groups: CommGroups, hidden_seconds: float
 ) -> float:
-    """Return the exposed seconds of gradient reduction.
+    """Return the exposed seconds of gradient reduction at the end of a step.
 
-    With ddp and zero1, gradients are reduced while the last backward runs; with sharded gradients, after it.
+    Full gradients are reduced while the last backward runs, and sharded gradients after it. Backward can hide
+    `hidden_seconds`.
     """
     dense_bytes, seconds = gradient_element_bytes * elements.dense, 0.0
     if candidate.zero < 2:

@@ -10,7 +10,10 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 def assumption_lines(cluster: Cluster, *, precision: str, is_offloaded: bool = False) -> Iterator[str]:
-    """Yield lines on the links that the ranks use, the reserved memory, and the peak rate to which MFU refers."""
+    """Yield a line for each link that the ranks use, for the reserved memory, and for the peak rate behind MFU.
+
+    The link to the host is among the lines only if training state is offloaded (`is_offloaded`).
+    """
     yield "the forecast assumes:"
     for name, link in _used_links(cluster, is_offloaded=is_offloaded).items():
         yield f"  link {name}: {_link_text(link)}"
@@ -72,8 +75,8 @@ def _reserve_text(device: Device) -> str:
 
 def _peak_text(device: Device, precision: str) -> str:
     """Return the precision and the source of the peak rate: a data sheet, or the best measured rate."""
-    measured_rates = device.peaks or device.flops_per_second
-    precision_text = precision if precision in measured_rates else f"fp32, because it has no {precision}"
+    rates = device.peaks or device.flops_per_second
+    precision_text = precision if precision in rates else f"fp32, because it has no {precision}"
     if device.peaks:
         return f"dense {precision_text} by its data sheet"
     return f"dense {precision_text} ({device.source})" if device.source else f"dense {precision_text}"

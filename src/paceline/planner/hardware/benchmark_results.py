@@ -1,4 +1,4 @@
-"""Store the results of a machine benchmark (probe): rates of devices, links and disk, and times derived from them."""
+"""Define the results of a machine benchmark (probe): the measured times of devices, links and disk."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,40 +10,45 @@ from paceline.errors import MachineError
 from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
 FORMAT = 1
-HEAD_WIDTH = 64  # the measured width; other widths are converted to a number of such heads
-ATTENTION_FLOPS, TRAINED_ATTENTION_FLOPS = 4, 14  # of a head, forward and with backward, divided by length² × width
-_MAX_OTHER_LOAD = 0.2
+HEAD_WIDTH = 64
+"""The width of the attention heads that the probe measures. Other widths are converted to a number of such heads."""
+ATTENTION_FLOPS = 4
+"""The FLOPs of a head's forward, divided by length² × width."""
+TRAINED_ATTENTION_FLOPS = 14
+"""The FLOPs of a head's forward and backward, divided by length² × width."""
+_MAX_OTHER_LOAD = 0.2  # the fraction of the cores that other programs may use during a probe
 _RERUN_HINT = "probe_here(ranks=N, again=True) measures again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFingerprint:
-    """The conditions of a probe. `kernels` says whether torch's default kernels ran or those of exact mode.
-
-    `threads` is the number of threads of one rank.
-    """
+    """The conditions of a probe. A stored probe is used again only under equal conditions."""
 
     cpu: str
+    """The model name of the CPU."""
     cores: int
+    """The number of cores that the probe could use."""
     torch: str
+    """The version of torch."""
     gpus: tuple[str, ...]
+    """The model names of the GPUs."""
     kernels: str
+    """The name of the numerical kernels: `default`, or the name of those of exact mode."""
     device: str
+    """The type of the measured devices: `cpu` or `cuda`."""
     ranks: int
     threads: int
+    """The number of threads of one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTimings:
-    """The timings of matmuls in one precision.
-
-    `square` gives the seconds of a square matmul by its FLOPs (a multiply-add is two).
-
-    `narrow` has pairs: the smallest dimension of a matmul, ascending, and its time relative to a square matmul.
-    """
+    """The timings of matmuls in one precision."""
 
     square: TimingCurve
+    """The seconds of square matmuls by FLOPs; a multiply-add is two FLOPs."""
     narrow: tuple[tuple[int, float], ...] = ()
+    """Pairs of (smallest dimension, time relative to a square matmul of equal FLOPs), by ascending dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class Rates:
     """The rates of each of several processes that compute on a machine at the same time."""
 
     busy: int
-    """The number of processes."""
+    """The number of processes that compute at the same time."""
     threads: int
     """The threads of each process."""
     products: Mapping[str, MatmulTimings]
@@ -70,16 +75,19 @@ class Rates:
     operation_seconds: float
     """The seconds of an operation on almost no data."""
     trained_operation_seconds: float
-    """The same with its backward."""
+    """The seconds of an operation on almost no data and of its backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTimings:
-    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SHARES`)."""
+    """The timings of one kind of collective."""
 
     kind: str
+    """The name of the collective, a key of `SENT_BYTES_PER_BYTE`."""
     ranks: int
+    """The number of ranks that take part."""
     curve: TimingCurve
+    """The seconds by the bytes that each rank passes to the collective."""
 
     @property
     def latency_seconds(self) -> float:
@@ -94,37 +102,44 @@ class CollectiveTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The bytes per second of each rank while all ranks write a file (flushed to disk) or read one (uncached)."""
+    """The speed of a disk for one rank while all ranks use it."""
 
     folder: str
+    """The folder of the measured files."""
     write_rate: float
+    """The bytes per second of a file that is written and flushed to disk."""
     read_rate: float
+    """The bytes per second of a file that is read and is not in the page cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareBenchmark:
-    """The results of a probe. The field names are keys of the probe's file.
-
-    `copies` (`to_device`, `to_host`) are seconds by bytes of pinned memory, if the machine has GPUs. `others` is the
-    fraction of the machine's cores that other programs used during the probe, None if unknown.
-    """
+    """The results of a probe. The field names are keys of the probe's file."""
 
     fingerprint: MachineFingerprint
     backend: str
+    """The backend of the collectives."""
     took_seconds: float
+    """The duration of the probe."""
     rates: tuple[Rates, ...]
+    """The compute rates, for each measured number of busy processes."""
     collectives: tuple[CollectiveTimings, ...] = ()
     copies: Mapping[str, TimingCurve] = field(default_factory=dict)
+    """The seconds of copies `to_device` and `to_host` by bytes of pinned memory; empty without GPUs."""
     disk: Disk | None = None
     others: float | None = None
+    """The fraction of the machine's cores that other programs used during the probe; None if it is unknown."""
 
     @property
     def is_quiet(self) -> bool:
-        """False if other programs used the machine during the probe, so that the measured rates are too low."""
+        """False if other programs used so many cores during the probe that the measured rates are too low."""
         return self.others is None or self.others <= _MAX_OTHER_LOAD
 
     def rates_for(self, busy: int) -> Rates:
-        """Return the rates of the smallest measured process count of at least `busy`, or else the largest."""
+        """Return the rates measured with `busy` processes, or with the next larger measured number of processes.
+
+        If all measured numbers are smaller, return the rates of the largest.
+        """
         large_enough = [rates for rates in self.rates if rates.busy >= busy]
         if large_enough:
             return min(large_enough, key=lambda rates: rates.busy)
@@ -146,11 +161,11 @@ class HardwareBenchmark:
         nearest = min(same_kind, key=lambda collective: (abs(log(collective.ranks / ranks)), collective.ranks))
         sent_fraction = SENT_BYTES_PER_BYTE[kind]
         scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
-        rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
-        return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (rounds - 1)
+        latency_ratio = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
+        return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (latency_ratio - 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields and the format number, for a file that `read_probe` reads."""
+        """Return the fields and the version of the format, for a file; `read_probe` reads them."""
         return {"format": FORMAT, **asdict(self)}
 
 

@@ -1,8 +1,8 @@
 """List well-known accelerators and links, with the dense (not sparse) rates of their makers' data sheets.
 
-Memory sizes are from the data sheets. Two kinds of numbers are assumptions, because data sheets do not state them:
-latencies, and the memory that driver, context and communication need (`reserve_bytes`). A probe of the machine replaces
-all these numbers.
+Memory sizes are those of the data sheets. Two kinds of numbers are assumptions, because data sheets do not state them:
+the memory that driver, context and communication use (`reserve_bytes`), and the latencies. A probe of the machine
+replaces all these numbers.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,13 @@ class CatalogEntry:
 
     device: Device
     host_bytes: float | None = None
+    """The host memory for each device; None if it is unknown."""
     inside: str
+    """The name of the link between the devices of a machine."""
     between: str
+    """The name of the link between machines."""
     host: str
+    """The name of the link between a device and its host's memory."""
 
 
 def _gpu(
@@ -42,7 +46,10 @@ def _gpu(
     source: str,
     links: tuple[str, str, str],
 ) -> CatalogEntry:
-    """Return the entry of a GPU, from memory in GiB, bandwidth in GB/s and rates in TFLOP/s."""
+    """Return the entry of a GPU, from memory in GiB, bandwidth in GB/s and rates in TFLOP/s.
+
+    `links` are the names of the links inside a node, between nodes, and to the host.
+    """
     rates = {"fp32": fp32, "fp16": fp16} | ({"bf16": bf16} if bf16 else {})
     device = Device(
         name=name,
@@ -154,7 +161,10 @@ _DRIVER_NAMES = {
 
 
 def sheet_rates(gpu: str) -> dict[str, float]:
-    """Return the peak rates of a GPU by the name that its driver reports; empty if its data sheet is unknown."""
+    """Return the peak rates of a GPU from its data sheet, by precision; empty if the data sheet is unknown.
+
+    `gpu` is the name that the driver reports.
+    """
     name = _DRIVER_NAMES.get(gpu)
     return dict(DEVICES[name].device.flops_per_second) if name else {}
 
@@ -194,7 +204,7 @@ LINKS: dict[str, Link] = {link.name: link for link in _LINKS}
 
 
 def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, between: Link | None = None) -> Cluster:
-    """Return a cluster of a catalogue device with its usual links."""
+    """Return a cluster of a catalogue device with its usual links; `between` replaces the link between nodes."""
     return Cluster(
         device=entry.device,
         nodes=nodes,
@@ -207,7 +217,10 @@ def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, be
 
 
 def find_device(name: str, *, problems: list[PacelineError], where: str = "") -> CatalogEntry:
-    """Return the catalogue entry of a device, ignoring upper and lower case; for an unknown name, add an error."""
+    """Return the catalogue entry of a device, ignoring upper and lower case.
+
+    If the name is unknown, add an error to `problems` and return the entry of `cpu`.
+    """
     entries = {known.lower(): row for known, row in DEVICES.items()}
     if (row := entries.get(name.strip().lower())) is not None:
         return row
@@ -220,7 +233,10 @@ def find_device(name: str, *, problems: list[PacelineError], where: str = "") ->
 
 
 def find_link(name: str, *, problems: list[PacelineError], where: str = "") -> Link:
-    """Return a link of the catalogue, ignoring case; for an unknown name, add an error to `problems`."""
+    """Return a link of the catalogue, ignoring upper and lower case.
+
+    If the name is unknown, add an error to `problems` and return `loopback`.
+    """
     if (row := LINKS.get(name.strip().lower())) is not None:
         return row
     cause = did_you_mean(name.strip().lower(), LINKS)

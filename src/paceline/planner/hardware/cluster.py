@@ -15,9 +15,10 @@ class Device:
 
     name: str
     kind: str = "cuda"
+    """`cuda` or `cpu`."""
     memory_bytes: float
     flops_per_second: Mapping[str, float]
-    """The rates of dense matmuls, by precision."""
+    """The operations per second of dense matmuls, by precision."""
     bytes_per_second: float
     """The bandwidth of the device's memory."""
     reserve_bytes: float = 0.0
@@ -30,9 +31,9 @@ class Device:
     source: str = ""
     """The source of the numbers."""
     reserve_origin: str = "assumed"
-    """`given` or `assumed`."""
+    """`given` if the user set `reserve_bytes`, else `assumed`."""
     peaks: Mapping[str, float] = field(default_factory=dict)
-    """The rates of the data sheet, by precision, if `flops_per_second` are measured."""
+    """The rates of the data sheet, by precision, if `flops_per_second` were measured; else empty."""
 
     @property
     def is_accelerator(self) -> bool:
@@ -44,24 +45,25 @@ class Device:
         return self.flops_per_second.get(precision) or self.flops_per_second["fp32"]
 
     def peak(self, precision: str) -> float:
-        """Return the operations per second by the data sheet, or as measured if no sheet is known."""
+        """Return the operations per second by the data sheet, or `rate` if no data sheet is known."""
         return self.peaks.get(precision) or self.rate(precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link between ranks: seconds until the first byte arrives, and bytes per second of one rank in one direction.
-
-    If `is_shared`, all ranks of a node share one link. `origin` is `measured`, `given` by the user, or `assumed`
-    because the device is usually sold with it.
-    """
+    """A link between ranks. The field names are keys of plan.json."""
 
     name: str
     latency_seconds: float
+    """The seconds until the first byte arrives."""
     bytes_per_second: float
+    """The bandwidth in one direction."""
     is_shared: bool = False
+    """True if all ranks of a node share one such link; False if each rank has its own."""
     source: str = ""
+    """The source of the numbers, such as a data sheet."""
     origin: str = "assumed"
+    """`measured`, `given` by the user, or `assumed` because the device is usually sold with this link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class Cluster:
 
 
 def family_ratio(ratios: Mapping[str, float], family: str) -> float:
-    """Return the measured-to-forecast ratio of a family; else that of all runs (key ""); else 1."""
+    """Return the ratio of a family, or that of all runs (key ""), or 1. A ratio is measured over forecast."""
     return ratios.get(family) or ratios.get("") or 1.0
 
 
@@ -137,7 +139,7 @@ class Group:
     """The bandwidth of a message to a neighbour."""
 
     def all_gather(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-gather of `num_bytes` in total. A reduce-scatter takes equally long.
+        """Return the seconds of `calls` all-gathers of `num_bytes` in total; a reduce-scatter takes the same time.
 
         A ring of n ranks sends (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
         """
@@ -161,9 +163,10 @@ class Group:
 
 
 def build_group(cluster: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
-    """Return the group along some axes, each given as `(stride, size)`.
+    """Return the group of the ranks along some axes.
 
-    Neighbours on an axis are `stride` ranks apart. Between nodes, each rank of the group uses its own link, so the
+    Each axis is a pair (stride, size): `size` ranks, of which neighbours are `stride` ranks apart. Messages reach the
+    fraction `efficiency` of a link's bandwidth. Between nodes, each rank of the group uses its own link, so the
     bandwidths of a node add up. Latencies add up along a ring inside a node, and along a tree between nodes (NCCL's
     double binary trees).
     """

@@ -47,7 +47,7 @@ def read_cluster_file(path: Path) -> Cluster:
 
 
 class _ClusterFileReader:
-    """A reader of one cluster file. It collects all mistakes in `problems`."""
+    """A reader of one cluster file. It collects all problems of the file before it raises them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,13 +56,13 @@ class _ClusterFileReader:
 
     def read(self) -> Cluster:
         self._check_keys(self.tree, ("device", *_COUNT_NAMES, *_LINK_NAMES, *_NODE_QUANTITIES, "name"), "")
-        counts = {name: self._count(name) for name in _COUNT_NAMES}
+        counts = {name: self._read_count(name) for name in _COUNT_NAMES}
         if not self.problems and counts["nodes"] * counts["devices"] > MAX_RANKS:
             self._add_problem(f"nodes × devices is more than {MAX_RANKS:,} ranks.", "", cause="one digit too many")
-        entry = self._device()
-        links = {name: self._link(name) for name in _LINK_NAMES if name in self.tree}
-        node_values = dict(self._quantities(self.tree, _NODE_QUANTITIES, ""))
-        cluster_name = self._name(self.tree, "name", "".join(c for c in self.path.stem if c.isprintable()))
+        entry = self._read_device()
+        links = {name: self._read_link(name) for name in _LINK_NAMES if name in self.tree}
+        node_values = dict(self._read_quantities(self.tree, _NODE_QUANTITIES, ""))
+        cluster_name = self._read_name(self.tree, "name", "".join(c for c in self.path.stem if c.isprintable()))
         raise_all(self.problems)
         catalog = catalog_cluster(entry, nodes=counts["nodes"], devices=counts["devices"])
         return replace(
@@ -77,14 +77,18 @@ class _ClusterFileReader:
             name=cluster_name,
         )
 
-    def _name(self, tree: Mapping[str, Any], key: str, default: str) -> str:
-        """Return the name to print. Report unprintable characters, because a terminal may interpret them."""
+    def _read_name(self, tree: Mapping[str, Any], key: str, default: str) -> str:
+        """Return the `name` in a table; add a problem if it is not printable, because a terminal may interpret it.
+
+        `key` is the full name of the key, for messages.
+        """
         name = tree.get("name", default)
         if not isinstance(name, str) or not name.isprintable():
             self._add_problem(f"{key} = {name!r} is not a name.", key, hint=f'{key} = "ours"')
         return str(name)
 
-    def _device(self) -> CatalogEntry:
+    def _read_device(self) -> CatalogEntry:
+        """Return the device, with the links that it is usually sold with."""
         value = self.tree.get("device")
         if not isinstance(value, Mapping):
             if not isinstance(value, str):
@@ -92,7 +96,7 @@ class _ClusterFileReader:
                 return find_device("cpu", problems=[])
             return find_device(value, problems=self.problems, where=f"{self.path}, device")
         self._check_keys(value, ("name", "kind", *_DEVICE_QUANTITIES), "device.")
-        quantities = dict(self._quantities(value, _DEVICE_QUANTITIES, "device."))
+        quantities = dict(self._read_quantities(value, _DEVICE_QUANTITIES, "device."))
         for name in ("memory", "bandwidth", "fp32"):
             if name not in value:
                 self._add_problem(
@@ -101,13 +105,13 @@ class _ClusterFileReader:
         kind = str(value.get("kind", "cuda"))
         if kind not in _KINDS:
             self._add_problem(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
-        # links and reserve that the file omits are those of this entry; an L40S has PCIe links
+        # the entry supplies the links and the reserve that the file omits; the L40S stands for a GPU with PCIe links
         entry = find_device("cpu" if kind == "cpu" else "L40S", problems=[])
         if "memory" in quantities and quantities.get("reserve", 0.0) >= quantities["memory"]:
             cause = f"the reserve is what a process needs before it has a model, out of {value['memory']}"
             self._add_problem("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
         device = Device(
-            name=self._name(value, "device.name", "device"),
+            name=self._read_name(value, "device.name", "device"),
             kind=kind,
             memory_bytes=quantities.get("memory", 1.0),
             bytes_per_second=quantities.get("bandwidth", 1.0),
@@ -119,7 +123,7 @@ class _ClusterFileReader:
         )
         return replace(entry, device=device, host_bytes=None)
 
-    def _link(self, name: str) -> Link | None:
+    def _read_link(self, name: str) -> Link | None:
         value = self.tree[name]
         if isinstance(value, str):
             return replace(find_link(value, problems=self.problems, where=f"{self.path}, {name}"), origin="given")
@@ -127,7 +131,7 @@ class _ClusterFileReader:
             self._add_problem(f"{name} = {value!r} is not a link.", name, hint=f'{name} = "ib-ndr"')
             return None
         self._check_keys(value, (*_LINK_QUANTITIES, "shared"), f"{name}.")
-        quantities = dict(self._quantities(value, _LINK_QUANTITIES, f"{name}."))
+        quantities = dict(self._read_quantities(value, _LINK_QUANTITIES, f"{name}."))
         for quantity in _LINK_QUANTITIES:
             if quantity not in value:
                 self._add_problem(f"{name}.{quantity} is missing.", f"{name}.{quantity}", hint='latency = "2 us"')
@@ -145,9 +149,10 @@ class _ClusterFileReader:
             origin="given",
         )
 
-    def _quantities(
+    def _read_quantities(
         self, tree: Mapping[str, Any], kinds: Mapping[str, QuantityKind], prefix: str
     ) -> Iterator[tuple[str, float]]:
+        """Yield the name and the value of each quantity in a table; add a problem for each invalid one."""
         for name, kind in kinds.items():
             if name in tree:
                 try:
@@ -161,7 +166,7 @@ class _ClusterFileReader:
                 except UsageError as error:
                     self.problems.append(error)
 
-    def _count(self, name: str) -> int:
+    def _read_count(self, name: str) -> int:
         count = self.tree.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             self._add_problem(f"{name} = {count!r} is not a valid count.", name, cause="at least 1", hint=f"{name} = 8")
@@ -169,6 +174,7 @@ class _ClusterFileReader:
         return count
 
     def _check_keys(self, tree: Mapping[str, Any], known_keys: tuple[str, ...], prefix: str) -> None:
+        """Add a problem for each unknown key of a table; `prefix` is the table's name in messages."""
         for name in tree:
             if name not in known_keys:
                 hint = f"one of {', '.join(f'{prefix}{other}' for other in known_keys)}"

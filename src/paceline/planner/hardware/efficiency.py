@@ -9,33 +9,33 @@ _PRECISION_BYTES = {"float8": 1, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The fractions of device and link rates that training reaches, and fixed costs."""
+    """The fractions of device and link rates that training reaches, and the fixed costs of a step and its parts."""
 
     matmul: float = 0.65
-    """The fraction of the matmul rate, as far as the power limit allows that rate (see `rate`)."""
+    """The speed of matmuls, as a fraction of `rate`."""
     attention: float = 0.40
-    """The same for attention."""
+    """The speed of attention, as a fraction of `rate`."""
     flops_per_joule: float = 1e12
     """The FLOPs per joule of 16-bit matmuls at a device's power limit. 8-bit matmuls have twice as many."""
     memory: float = 0.80
-    """The fraction of the memory bandwidth that all other operations reach."""
+    """The speed of all other operations, as a fraction of the memory bandwidth."""
     link: float = 0.80
     """The fraction of a link's bandwidth that messages reach."""
     overlap: float = 0.90
-    """The fraction of compute that can hide messages."""
+    """The fraction of compute time that can hide messages."""
     host: float = 0.25
     """The speed of an update on the host, as a fraction of the bandwidth of the link to the host."""
     part_seconds: float = 3e-5
     """The seconds to launch the kernels of a part of the model in one direction."""
     unit_seconds: float = 0.0
-    """The seconds to gather and free an fsdp unit, without the messages."""
+    """The seconds to gather and free an fsdp unit, in addition to the messages."""
     step_seconds: float = 2e-3
     """The fixed cost of a step."""
     slack: float = 0.05
-    """The memory that the allocator holds beyond requests, as a fraction of transient memory."""
+    """The memory that the allocator holds beyond what was requested, as a fraction of transient memory."""
 
     def rate(self, device: Device, precision: str) -> float:
-        """Return the sustained operations per second: the rate of the device or of its power limit, if lower."""
+        """Return the device's operations per second in this precision, limited by its power limit."""
         rate = device.rate(precision)
         if device.watts is None:
             return rate
@@ -49,11 +49,14 @@ class Efficiency:
 GPU_EFFICIENCY = Efficiency(
     matmul=0.746, attention=0.344, flops_per_joule=1.13e12, memory=0.948, link=0.95, overlap=0.699
 )
-"""Fitted to the `fit` rows of benchmarks/published.toml: `python -m benchmarks.published --rows fit --fit`."""
+"""The constants for GPUs, from the `fit` rows of benchmarks/published.toml.
+
+The command `python -m benchmarks.published --rows fit --fit` computes them.
+"""
 CPU_EFFICIENCY = Efficiency(attention=0.5, overlap=0.2, part_seconds=2e-4, unit_seconds=3e-4, step_seconds=3e-3)
-"""The constants for CPUs, where communication uses the cores that compute, and there is no launch queue."""
+"""The constants for CPUs. Communication and compute share the cores there, and kernels are not launched ahead."""
 
 
 def default_efficiency(device: Device) -> Efficiency:
-    """Return the constants that are assumed if nothing was measured."""
+    """Return the constants for a device on which nothing was measured."""
     return GPU_EFFICIENCY if device.is_accelerator else CPU_EFFICIENCY

@@ -10,11 +10,11 @@ from paceline.planner.layout.host_resources import gpu_memory
 
 _UNUSED_LINK_RATE = 1e15  # bytes per second of a link that is never used
 RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
-"""The memory of a process that has imported torch, without the job, by kind of device."""
+"""The bytes that a process needs without the job after `import torch`, by type of device."""
 
 
 def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
-    """Return this machine as a cluster. `memory_bytes` is the memory of one GPU, or the total of all CPU ranks."""
+    """Return this machine as a cluster. `memory_bytes` are those of one GPU, or the total that all CPU ranks share."""
     rates, fingerprint = probe.rates_for(ranks), probe.fingerprint
     is_cpu = fingerprint.device == "cpu"
     flops = {name: products.square.best_rate for name, products in rates.products.items()}
@@ -34,9 +34,9 @@ def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: floa
 
 
 def _link(probe: HardwareBenchmark, ranks: int) -> Link:
-    """Return the link between ring neighbours, from the time of an all-reduce.
+    """Return the link between two ranks, from the time of a ring all-reduce over n ranks.
 
-    A ring all-reduce of n ranks has 2 (n - 1) steps, each with 1/n of the bytes.
+    The all-reduce has 2 (n - 1) steps, each with 1/n of the bytes.
     """
     if ranks == 1:
         return Link(name="none", latency_seconds=0.0, bytes_per_second=_UNUSED_LINK_RATE, origin="measured")
@@ -53,8 +53,8 @@ def _link(probe: HardwareBenchmark, ranks: int) -> Link:
     )
 
 
-def node_memory(device: str) -> int:
-    """Return the bytes of one GPU, or for CPUs the bytes that all ranks of this machine share.
+def available_memory(device: str) -> int:
+    """Return the memory of one GPU or, for CPUs, the memory that all ranks of this machine share.
 
     Raises:
         MachineError: the driver does not report the memory of the GPUs.
@@ -82,6 +82,7 @@ def host_memory() -> int:
 
 
 def _total_memory() -> int:
+    """Return the memory of this machine by /proc/meminfo; 16 GiB if that file has none."""
     try:
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     except (OSError, StopIteration):

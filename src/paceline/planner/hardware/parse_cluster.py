@@ -15,7 +15,9 @@ _CLUSTER_TEXT = re.compile(r"(?:(\d+)[x×])?(?:(\d+)[x×])?([^@x×][^@]*)(?:@(.+
 
 
 def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster:
-    """Return the cluster: nodes × devices × name, with the link between nodes after `@`, or measured (`here`).
+    """Return the cluster that `text` describes: NODESxDEVICESxNAME@LINK, the path of a TOML file, or `here`.
+
+    LINK is the link between nodes. `local_cluster` is the result for `here`.
 
     Raises:
         UsageError, Problems: the device or link is unknown, a count is invalid, or the file has mistakes.

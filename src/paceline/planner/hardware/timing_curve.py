@@ -1,4 +1,8 @@
-"""Interpolate measured times: a curve gives the seconds for an amount, such as bytes."""
+"""Interpolate measured times.
+
+A curve gives the seconds of an amount, such as a number of bytes. A line that is fitted to the measured points gives
+the error of the measurement.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,21 +11,18 @@ from math import exp, hypot, inf, log
 from statistics import median
 from typing import Any
 
-_ROUNDS = 100
-_MIN_RATIO = 1e-3
-_MIN_END_RATIO = 0.1
+_MAX_ITERATIONS = 100
+_MIN_RATIO = 1e-3  # the least slope and intercept of a line, relative to those of the points
+_MIN_END_RATIO = 0.1  # the least slope beyond the last point, relative to that point's seconds per amount
 _SMALL_RESIDUAL = 0.03  # smaller residuals count by their squares, so that no single point determines the line
-_MIN_GAIN = 1e-9
-_MAX_DAMPING = 1e9
-_MAX_LOG = 200.0
+_MIN_GAIN = 1e-9  # the fit ends when the cost improves by a smaller fraction
+_MAX_DAMPING = 1e9  # the fit ends when this damping does not improve the cost
+_MAX_LOG = 200.0  # the largest logarithm of a parameter of the line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A measured point: `seconds` is the median of repeats.
-
-    `spread` is the relative median deviation of the repeats.
-    """
+    """A measured point: `seconds` is the median of repeats; `spread` is their relative median deviation from it."""
 
     amount: float
     seconds: float
@@ -30,41 +31,46 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line `fixed_seconds + amount * each_seconds`, with its largest error (`residual`) and median error (`middle`).
+    """A line that gives the seconds of an amount. The field names are keys of the probe's file.
 
-    An error of 0.2 means that line and measurement differ by a factor of 1.2. The names are keys of the probe's file.
+    An error of 0.2 means that line and measurement differ by a factor of 1.2.
     """
 
     fixed_seconds: float
+    """The seconds of the amount 0."""
     each_seconds: float
+    """The seconds that each unit of the amount adds."""
     residual: float
+    """The largest error of a point."""
     middle: float
+    """The median error of the points."""
 
     @property
     def rate(self) -> float:
-        """The amount per second for large amounts."""
+        """The amount per second that very large amounts approach."""
         return 1 / self.each_seconds
 
     @property
     def half_rate_amount(self) -> float:
-        """The amount h at which half the rate is reached: rate(amount) = rate * amount / (amount + h)."""
+        """The amount h that reaches half of `rate`: an amount a is processed at rate × a / (a + h)."""
         return self.fixed_seconds * self.rate
 
     def seconds(self, amount: float) -> float:
-        """Return the seconds for an amount, according to the line."""
+        """Return the seconds that the line gives for an amount."""
         return self.fixed_seconds + amount * self.each_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingCurve:
-    """The measured seconds of amounts, in ascending order; a larger amount never takes less time."""
+    """The measured seconds of several amounts, and a line fitted to them."""
 
     points: tuple[Point, ...]
+    """The points by ascending amount. Averages ensure that a larger amount never takes less time."""
     line: Line
 
     @staticmethod
     def from_points(points: Iterable[Point]) -> "TimingCurve":
-        """Return the curve through these points, of which there is at least one."""
+        """Return the curve through these points; at least one is needed."""
         sorted_points = tuple(sorted(points, key=lambda point: point.amount))
         assert sorted_points and sorted_points[0].amount > 0 and all(point.seconds > 0 for point in sorted_points)
         return TimingCurve(points=_monotonic_points(sorted_points), line=fit_line(sorted_points))
@@ -72,9 +78,10 @@ class TimingCurve:
     def seconds(self, amount: float) -> float:
         """Return the seconds of an amount, by linear interpolation between the points.
 
-        Below the first point, the first slope continues, but the result is at least half of the seconds of that point.
-        Beyond the last point, the slope is a median of three: the last slope, the slope of the fitted line, and the
-        slope from its fixed seconds to the last point. It is at least a tenth of the last point's seconds per amount.
+        Below the first point, the slope between the first two points continues, but at least half of the first point's
+        seconds remain. Beyond the last point, the slope is the median of three: the slope between the last two points,
+        the slope of the fitted line, and the slope from the line's start to the last point. It is at least a tenth of
+        the last point's seconds per amount.
         """
         first, last = self.points[0], self.points[-1]
         if amount <= first.amount:
@@ -92,12 +99,12 @@ class TimingCurve:
 
     @property
     def best_rate(self) -> float:
-        """The best rate of all points; for memory-bound operations, the rate of a cache."""
+        """The highest rate of all points; for memory-bound operations, it may be that of a cache."""
         return max(point.amount / point.seconds for point in self.points)
 
     @property
     def last_rate(self) -> float:
-        """The rate at the largest amount; for memory-bound operations, the rate of the main memory."""
+        """The rate of the largest point; for memory-bound operations, that of the main memory."""
         return self.points[-1].amount / self.points[-1].seconds
 
     @property
@@ -125,8 +132,7 @@ def fit_line(points: Sequence[Point]) -> Line:
     """Return the line with the smallest relative error, robust against outliers.
 
     Damped least squares (Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963) minimise
-    the logarithms of line over measurement. Weights make an outlier count by its distance instead of the square of its
-    distance.
+    the logarithms of line over measurement. Weights make an outlier count by its distance, not by the square of it.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount
@@ -145,10 +151,13 @@ def _line(points: Sequence[Point], intercept: float, slope: float) -> Line:
 
 
 def _fit_from(points: Sequence[Point], p: float, q: float) -> tuple[float, float, float]:
-    """Return the final cost and the line's intercept and slope, from their initial logarithms `p` and `q`."""
+    """Fit a line from a start, and return its cost, its intercept and its slope.
+
+    `p` and `q` are the logarithms of the start's intercept and slope.
+    """
     damping, cost = 1e-2, _cost(points, p, q)
-    for _ in range(_ROUNDS):
-        dp, dq = _newton_step(points, p, q, damping)
+    for _ in range(_MAX_ITERATIONS):
+        dp, dq = _damped_step(points, p, q, damping)
         new_cost = _cost(points, p + dp, q + dq)
         if new_cost >= cost:
             damping *= 5
@@ -162,13 +171,13 @@ def _fit_from(points: Sequence[Point], p: float, q: float) -> tuple[float, float
 
 
 def _cost(points: Sequence[Point], p: float, q: float) -> float:
-    """Return the total error; it is infinite if a parameter of the line is extreme."""
+    """Return the total error of the line with the intercept e^p and the slope e^q; infinite if either is extreme."""
     if max(abs(p), abs(q)) > _MAX_LOG:
         return inf
     return sum(hypot(log((exp(p) + exp(q) * point.amount) / point.seconds), _SMALL_RESIDUAL) for point in points)
 
 
-def _newton_step(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[float, float]:
+def _damped_step(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[float, float]:
     """Return the changes of `p` and `q` in one damped step, from the weighted 2 × 2 normal equations."""
     intercept, slope = exp(p), exp(q)
     uu, uv, vv, ur, vr = damping, 0.0, damping, 0.0, 0.0
@@ -199,7 +208,7 @@ def _mean(pool: Sequence[Point]) -> float:
 
 
 def read_curve(stored: Mapping[str, Any]) -> TimingCurve:
-    """Return the curve that `asdict` wrote.
+    """Return the curve from the dict that `dataclasses.asdict` made of it.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the content is not valid.

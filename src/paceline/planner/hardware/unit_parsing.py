@@ -17,12 +17,12 @@ _BITS = {f"{prefix}bit": factor / 8 for prefix, factor in _DECIMAL_PREFIXES.item
 
 
 class QuantityKind(StrEnum):
-    """The kind of a quantity; the value is its base unit in words."""
+    """The kind of a quantity; the value names the kind in messages."""
 
     BYTES = "bytes"
     BYTES_PER_SECOND = "bytes per second"
-    SECONDS = "seconds"
-    TIME = "time"
+    SECONDS = "seconds"  # a short time, in seconds or less
+    TIME = "time"  # a time of any length, also in minutes, hours or days
     FLOPS = "floating-point operations per second"
     WATTS = "watts"
     MONEY = "price per hour"
@@ -37,6 +37,7 @@ UNITS: dict[QuantityKind, dict[str, float]] = {
     QuantityKind.WATTS: {"W": 1.0, "kW": 1e3},
     QuantityKind.MONEY: {"USD/h": 1.0, "EUR/h": 1.0, "GBP/h": 1.0, "CHF/h": 1.0},
 }
+"""The allowed units of each kind, with their value in the base unit."""
 _EXAMPLES = {
     QuantityKind.BYTES: "80 GiB",
     QuantityKind.BYTES_PER_SECOND: "400 Gbit/s",
@@ -89,6 +90,7 @@ def parse_currency(text: str) -> str:
 
 
 def _unit_cause(unit: str, expected_kind: QuantityKind) -> str:
+    """Return why the unit is wrong: it is a unit of another kind, or it resembles a known unit."""
     other_kind = next((str(kind) for kind, units in UNITS.items() if unit in units), "")
     if other_kind:
         return f"that is a unit of {other_kind}"

@@ -5,10 +5,13 @@ The runtime groups parameters by these sizes, and the planner counts the memory 
 """
 
 LARGE_PARAMETER_BYTES = 16 << 20
-"""The gradient of a larger parameter is sent by itself, from its own memory, without a bucket."""
+"""The gradient of a parameter above this size is sent alone, from the gradient's own memory, without a bucket."""
 
 FIRST_BUCKET_BYTES = 1 << 20
+"""The size of the bucket that is sent first."""
+
 BUCKET_BYTES = 25 << 20
+"""The size of the other buckets."""
 
 TRANSIENT_BUCKET_BYTES = 10 << 20
-"""The size of buckets on a CPU if they are allocated and freed in every step."""
+"""The size of buckets on a CPU, if they are allocated and freed in every step."""

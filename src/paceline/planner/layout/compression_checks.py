@@ -9,9 +9,9 @@ from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
 
-_SHARDED = "each rank reduces its own rows there, and most of the traffic is parameters, which are not compressed"
-_SPLIT_MODEL = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
-_THREADS = "replicas as threads share memory and send nothing"
+_SHARDED_REASON = "most of the traffic of a sharded layout is parameters, which are not compressed"
+_SPLIT_MODEL_REASON = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
+_THREADS_REASON = "replicas as threads share memory and send nothing"
 
 
 def refuse_compression(
@@ -25,9 +25,9 @@ def refuse_compression(
 def refuse_compressed_layout(
     compress: Compression, update: UpdateRule, layout: Layout, mesh: Mesh
 ) -> list[PacelineError]:
-    """Return the errors of a layout or update rule that compression does not support.
+    """Return an error for each reason why compression does not support the layout or the update rule.
 
-    Compression needs synchronous replicas, each with the whole model.
+    Compression works between synchronous replicas that hold the whole model.
     """
     if not compress.is_on:
         return []
@@ -40,7 +40,7 @@ def refuse_compressed_layout(
         errors.append(
             LayoutError(
                 f"--compress {compress.method} needs ddp, not {layout}.",
-                cause=_THREADS if uses_threads else _SHARDED if is_sharded else _SPLIT_MODEL,
+                cause=_THREADS_REASON if uses_threads else _SHARDED_REASON if is_sharded else _SPLIT_MODEL_REASON,
                 hint=f"{command}, or --layout fsdp,params=bf16" if is_sharded and mesh.zero == 3 else command,
             )
         )
@@ -66,17 +66,17 @@ def refuse_compressed_layout(
 def refuse_compressed_settings(
     compress: Compression, settings: Settings, *, backend: str = ""
 ) -> Iterator[PacelineError]:
-    """Yield an error for each setting that does not work with compressed gradients.
+    """Yield an error for each setting that compression does not support.
 
-    `backend` is the communication backend if the ranks use GPUs, else empty.
+    `backend` is the name of the backend if the ranks use GPUs, else empty.
     """
     if not compress.is_on:
         return
     if settings.train.exact:
         yield UsageError(
             f"--train.exact with --compress {compress.method} is not supported.",
-            cause="exact mode sums whole gradients, so that the number of ranks changes no bit",
-            hint="leave one of them out",
+            cause="exact mode sums uncompressed gradients, so that the number of ranks does not change the result",
+            hint="leave --train.exact or --compress out",
         )
     if backend == "gloo" and compress.method is not Method.POWERSGD:
         yield UsageError(
@@ -88,5 +88,5 @@ def refuse_compressed_settings(
         yield UsageError(
             f"fp16 with --compress {compress.method} is not supported.",
             cause="the error feedback would be in units of an old loss scale",
-            hint="--train.precision bf16, which needs no scale",
+            hint="--train.precision bf16, which needs no loss scale",
         )

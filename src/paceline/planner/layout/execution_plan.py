@@ -19,15 +19,16 @@ _BACKEND_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The ranks of a run, and the machine of each: its device type and its usable `cores`.
-
-    `ranks_per_node` ranks share the cores of a machine; None means that all `ranks` do.
-    """
+    """The ranks of a run, and the devices and cores of this machine."""
 
     ranks: int
+    """The number of ranks on all machines."""
     device: str = "cpu"
+    """The type of the device of each rank: `cpu` or `cuda`."""
     cores: int = 1
+    """The number of cores of this machine that the run may use."""
     ranks_per_node: int | None = None
+    """The number of ranks that share the cores of this machine; None if all ranks run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,51 +36,64 @@ class JobFacts:
     """The properties of the job that the plan depends on."""
 
     global_batch_size: int
+    """The samples of one optimizer step."""
     micro_batch_size: int | None = None
+    """The requested samples of a microbatch; None to derive them."""
     accumulation: int | None = None
+    """The requested microbatches of a replica in one step; None to derive them."""
     one_thread: bool = False
+    """True if each rank must compute with one thread, as exact mode does."""
     threads: int | None = None
+    """The requested threads of each rank; None to divide the cores among the ranks."""
     backend: str = "auto"
+    """The requested backend of torch.distributed; `auto` to choose it by device."""
     built_in_backends: tuple[str, ...] = ("nccl", "gloo")
+    """The backends that this build of torch has."""
     is_resumed: bool = False
     """True if the job resumes a run, which fixes the microbatch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """The plan that every rank follows. The field names are keys of plan.json.
-
-    `asked` is the requested layout; `layout` is its name on this `mesh`. `num_micro` counts the microbatches of a step
-    over all replicas.
-    """
+    """The plan that every rank follows. The field names are keys of plan.json."""
 
     layout: str
+    """The name of the layout on this mesh."""
     asked: Layout
+    """The layout that the user requested."""
     mesh: Mesh
     update: str
+    """The text of the update rule, as in `--update`."""
     processes: int
+    """The number of processes of the run, with parameter servers; 1 if the replicas are threads."""
     replicas: int
     device: str
+    """The type of the device of each rank: `cpu` or `cuda`."""
     backend: str
+    """The backend of torch.distributed; `none` for a single process."""
     threads: int
+    """The number of threads of each rank."""
     global_batch_size: int
     micro_batch_size: int
     num_micro: int
+    """The number of microbatches of a full batch, over all replicas."""
     notes: tuple[str, ...]
+    """The lines about the plan that a run prints when it starts."""
     compress: str = "none"
+    """The text of the compression, as in `--compress`."""
 
     @property
     def compression(self) -> Compression:
-        """The compression with which replicas send gradients."""
+        """The compression of the gradients, parsed from `compress`."""
         return parse_compress(self.compress)
 
     @property
     def update_rule(self) -> UpdateRule:
-        """The update rule of the run."""
+        """The update rule, parsed from `update`."""
         return parse_update(self.update)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for plan.json."""
+        """Return the fields, for plan.json."""
         return asdict(self)
 
 
@@ -124,14 +138,18 @@ def make_execution_plan(
         micro_batch_size=micro_batch_size,
         num_micro=num_micro,
         notes=(
-            *_notes(layout, mesh, resources, facts, backend_reason, threads, micro_batch_size, num_micro),
+            *_plan_notes(layout, mesh, resources, facts, backend_reason, threads, micro_batch_size, num_micro),
             *rule_notes,
         ),
     )
 
 
 def choose_threads(*, resources: Resources, one_thread: bool, requested: int | None) -> int:
-    """Return the number of threads per rank: `requested`, or the usable cores divided by the ranks of a machine."""
+    """Return the number of threads of each rank.
+
+    It is 1 with `one_thread`. Otherwise it is the `requested` number, or by default the usable cores divided by the
+    ranks of this machine.
+    """
     if one_thread:
         return 1
     return requested or max(1, resources.cores // (resources.ranks_per_node or resources.ranks))
@@ -146,9 +164,9 @@ def refuse_backend(requested: str, built_in: Sequence[str]) -> list[PacelineErro
 
 
 def choose_backend(resources: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
-    """Return the backend, and the reason for the choice.
+    """Return the backend and the reason for the choice; add an error to `problems` if the requested one is impossible.
 
-    GPUs use NCCL, or Gloo if the build lacks NCCL; CPUs use Gloo; a single process needs no backend.
+    By default, GPUs use NCCL, or Gloo if the build lacks NCCL. CPUs use Gloo. A single process needs no backend.
     """
     requested = facts.backend
     if resources.ranks == 1:
@@ -205,9 +223,9 @@ def _choose_micro_batch_size(facts: JobFacts, replicas: int, problems: list[Pace
 
 
 def _refuse_accumulation(accumulation: int, *, total: int, replicas: int, micro_batch_size: int) -> list[PacelineError]:
-    """Return an error if no microbatch size gives exactly `accumulation` microbatches per replica.
+    """Return an error if no microbatch size gives `accumulation` microbatches per replica for a batch of `total`.
 
-    `micro_batch_size` is the nearest size; if the number is impossible, it gives fewer microbatches.
+    `micro_batch_size` is the smallest size that gives at most that many.
     """
     num_micro = -(-total // micro_batch_size)
     per_replica = -(-num_micro // replicas)
@@ -226,7 +244,7 @@ def _refuse_accumulation(accumulation: int, *, total: int, replicas: int, micro_
 
 
 def _describe_axes(mesh: Mesh) -> list[str]:
-    """Return a description of what each axis splits, for users."""
+    """Return, for each axis that is split, what it splits and into how many parts."""
     sharded_state = {
         1: "optimizer state",
         2: "gradients and optimizer state",
@@ -242,7 +260,7 @@ def _describe_axes(mesh: Mesh) -> list[str]:
     return [description for axis, description in descriptions.items() if axis in mesh.split_axes]
 
 
-def _notes(
+def _plan_notes(
     layout: Layout,
     mesh: Mesh,
     resources: Resources,
@@ -252,7 +270,7 @@ def _notes(
     micro_batch_size: int,
     num_micro: int,
 ) -> tuple[str, ...]:
-    """Return the lines that explain the layout, the backend, the batch and the threads, with a warning if needed."""
+    """Return the lines on layout, backend, batch and threads that a run prints when it starts."""
     replicas = mesh.replicas
     unit = "replica" if layout.kind is LayoutKind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)

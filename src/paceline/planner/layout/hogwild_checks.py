@@ -18,8 +18,8 @@ class HogwildPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "device": "workers share the machine's memory, not a GPU's",
-            "exact": "a race is not reproducible",
-            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
+            "exact": "the order in which workers write to the model is not reproducible",
+            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
             "statistics": "each worker has gradients of its own",
             "fp16": "each worker would have its own loss scale",
             "sync_bn": "it synchronises statistics in the forward",
@@ -51,5 +51,5 @@ class HogwildPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line that a run with Hogwild prints when it starts."""
+        """Yield the line that describes the rule."""
         yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

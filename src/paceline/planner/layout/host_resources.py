@@ -12,19 +12,23 @@ from pathlib import Path
 _SMI_SECONDS = 20
 _IDLE_COLUMN = 3  # in the first line of /proc/stat
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_GPU_ID = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA ignores the list from the first entry that does not match
+_GPU_ID = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA ignores the first entry that does not match, and all after it
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: at most its CPU affinity and its cgroup quota."""
+    """Return the number of cores that this process may use, by its CPU affinity and the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, quota) if quota else cores)
 
 
 def visible_gpus(*, folder: Path = _GPUS, driver_files: Sequence[str] = _DRIVER_FILES) -> int:
-    """Return the number of GPUs that this process may use, without initializing CUDA."""
+    """Return the number of GPUs that this process may use, without initializing CUDA.
+
+    `folder` has an entry for each installed GPU. If `folder` is missing, any of the `driver_files` proves that there is
+    a driver; CUDA_VISIBLE_DEVICES then gives the number of GPUs.
+    """
     num_installed = len(list(folder.iterdir())) if folder.is_dir() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -58,7 +62,7 @@ def gpu_models() -> tuple[str, ...]:
 
 
 def gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, as the driver reports it; None if the driver reports nothing."""
+    """Return the memory of the smallest GPU in bytes; None if nvidia-smi does not report it."""
     sizes_text = [text.partition(" ")[0] for text in _query_nvidia_smi("memory.total")]
     sizes = [int(text) << 20 for text in sizes_text if text.isdecimal()]
     return min(sizes) if sizes else None
@@ -69,7 +73,7 @@ def _query_gpu_names() -> tuple[str, ...]:
 
 
 def _query_nvidia_smi(field: str) -> list[str]:
-    """Return the value of `field` for each GPU, as nvidia-smi prints it; empty if nvidia-smi fails."""
+    """Return what nvidia-smi prints for this field, one line for each GPU; empty if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
@@ -79,7 +83,7 @@ def _query_nvidia_smi(field: str) -> list[str]:
 
 
 def busy_fraction(*, seconds: float = 0.3) -> float:
-    """Return the fraction of all cores that is in use, measured for `seconds`; 0 if it is unknown."""
+    """Measure for `seconds` which fraction of all cores is busy, and return it; return 0 if it is unknown."""
     before = _ticks()
     time.sleep(seconds)
     elapsed = [after - first for first, after in zip(before, _ticks(), strict=False)]
@@ -88,7 +92,7 @@ def busy_fraction(*, seconds: float = 0.3) -> float:
 
 
 def _ticks() -> list[int]:
-    """Return the clock ticks of all cores since boot, by kind of use (Linux, proc(5))."""
+    """Return the clock ticks of all cores since boot, in the order of /proc/stat: user, nice, system, idle, ..."""
     try:
         return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
@@ -96,6 +100,7 @@ def _ticks() -> list[int]:
 
 
 def _cpu_quota(path: Path) -> int | None:
+    """Return the quota of a control group in cores, rounded down but at least 1; None if there is no quota."""
     try:
         limit, period = path.read_text().split()
     except (OSError, ValueError):

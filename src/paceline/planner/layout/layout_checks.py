@@ -59,6 +59,7 @@ def refuse_unused_place_settings(
 
 
 def _with_remat(layout: Layout) -> str:
+    """Return a layout that uses blocks: this one with activation checkpointing, or `pp` if this one has no axes."""
     return f"{layout},remat=full" if layout.sizes else "pp"
 
 

@@ -15,9 +15,9 @@ from paceline.planner.layout.rule_planning import RulePlanning
 
 
 def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
-    """Return the fragment number of each parameter name, given the element count of each.
+    """Return the number of the fragment of each parameter, from the parameters' element counts (`sizes`).
 
-    A fragment has consecutive parameters, and all fragments have about equally many elements.
+    A fragment has consecutive parameters. All fragments have about the same number of elements.
     """
     total, num_before = max(sum(sizes.values()), 1), 0
     fragments_by_name = {}
@@ -28,16 +28,13 @@ def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, i
 
 
 def fragment_to_send(step: int, *, update: UpdateRule) -> int | None:
-    """Return the fragment that is sent after `step` updates, or None.
-
-    Each fragment is sent once per `every` updates.
-    """
+    """Return the fragment to send after `step` updates, or None. Each fragment is sent once in `every` updates."""
     position = step % update.every
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == position), None)
 
 
 def _two_site_options(mesh: Mesh) -> str:
-    """Return the command-line options for two sites, each with the given mesh."""
+    """Return the options for two sites, each with the given mesh."""
     if mesh.ranks == 1:
         return "--ranks 2"
     zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
@@ -50,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
+            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
             "statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward",
         }
@@ -58,7 +55,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def order_ranks(self, mesh: Mesh) -> Mesh:
-        """Return the mesh in which the ranks of a replica, which form a site, are neighbours."""
+        """Return the mesh with one site for each coordinate of `dp_replicate`; the ranks of a site are neighbours."""
         return replace(mesh, sites=mesh.dp_replicate)
 
     @override
@@ -96,7 +93,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def refuse_batch(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
-        """Yield an error if a full batch has too few microbatches to give every site at least one."""
+        """Yield an error if a site would get no microbatch of a full batch."""
         needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
         if num_micro < needed:
             yield UsageError(
@@ -108,7 +105,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line that a run with local SGD prints when it starts."""
+        """Yield the line that describes the rule."""
         ranks = mesh.ranks // mesh.dp_replicate
         sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
         averaging = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"

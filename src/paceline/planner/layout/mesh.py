@@ -1,4 +1,4 @@
-"""Build the mesh of a layout: the size of each axis, and the coordinates and groups of each rank."""
+"""Build the mesh of a layout: the ranks on each axis, the coordinates of each rank, and which sizes fit the ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,18 +14,17 @@ from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
 
 AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes that multiply to the number of ranks, outermost first."""
 DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes whose ranks process different samples."""
 GRADIENT_AXES = ("dp_replicate", "dp_shard", "cp")
+"""The axes over which gradients are summed."""
 _MAX_NEAREST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The number of ranks on each axis. `ep` uses the ranks of the data axes, so it adds no ranks.
-
-    `zero` is the ZeRO stage of `dp_shard`, or 0 if nothing is sharded. `sites` is the number of local SGD sites, or 0
-    without local SGD. Each site has neighbouring ranks.
-    """
+    """The number of ranks on each axis."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -33,8 +32,11 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    """The number of ranks that share the experts. They are ranks of the data axes, so `ep` adds no ranks."""
     zero: int = 0
+    """The ZeRO stage of `dp_shard`; 0 if nothing is sharded."""
     sites: int = 0
+    """The number of local SGD sites, each on neighbouring ranks; 0 if all replicas take the same steps."""
 
     @property
     def ranks(self) -> int:
@@ -43,7 +45,7 @@ class Mesh:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The axes, outermost first."""
+        """The axes, outermost first; with local SGD sites, `dp_replicate` is the outermost."""
         return ("dp_replicate", *(axis for axis in AXIS_ORDER if axis != "dp_replicate")) if self.sites else AXIS_ORDER
 
     @property
@@ -53,7 +55,7 @@ class Mesh:
 
     @cached_property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes that have more than one rank."""
+        """The axes of more than one rank, with `ep`."""
         return tuple(axis for axis in AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
@@ -69,7 +71,7 @@ class Mesh:
         return coordinates
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the sorted ranks whose coordinates differ from those of `rank` on these axes only."""
+        """Return `rank` and all ranks whose coordinates differ from its own on these axes only, sorted."""
         coordinates, free_axes = self.coordinates(rank), [axis for axis in AXIS_ORDER if axis in axes]
         ranks = [rank - sum(self._strides[axis] * coordinates[axis] for axis in free_axes)]
         for axis in free_axes:
@@ -77,7 +79,7 @@ class Mesh:
         return tuple(sorted(ranks))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups of these axes; every rank is in exactly one of them."""
+        """Return all groups of ranks along these axes; every rank is in exactly one group."""
         groups, grouped = list[tuple[int, ...]](), set[int]()
         for rank in range(self.ranks):
             if rank not in grouped:
@@ -100,7 +102,7 @@ class Mesh:
         return ",".join(f"{axis}={self.size(axis)}" for axis in self.split_axes) or "single"
 
     def as_json(self) -> dict[str, int]:
-        """Return its fields, for plan.json."""
+        """Return the fields, for plan.json."""
         return asdict(self)
 
 
@@ -110,7 +112,7 @@ _SYNCHRONOUS = UpdateRule()
 def resolve_mesh(
     layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNCHRONOUS
 ) -> Mesh:
-    """Return the mesh of a layout on `ranks` ranks, not counting parameter servers. Add errors to `problems`."""
+    """Return the mesh of a layout on `ranks` ranks; add errors to `problems`. Parameter servers are not counted."""
     if layout.kind is LayoutKind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -122,7 +124,7 @@ def resolve_mesh(
         return Mesh()
     sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
     if layout.kind is LayoutKind.HSDP and "dp_replicate" not in layout.sizes:
-        _set_hsdp_sizes(layout, sizes, ranks, problems)
+        _set_hsdp_sizes(layout, sizes, ranks)
     product = math.prod(size for axis, size in sizes.items() if size != REMAINING_RANKS and axis != "ep")
     remaining_axis = next((axis for axis, size in sizes.items() if size == REMAINING_RANKS), None)
     if remaining_axis == "ep":
@@ -151,7 +153,7 @@ def resolve_mesh(
 
 
 def layout_label(layout: Layout, mesh: Mesh) -> str:
-    """Return the name of a layout in plans: its short name or its axes, with the options that differ from defaults."""
+    """Return the name of a layout in plans: its short name or its axes, and the options that are not the defaults."""
     requested_axes = [axis for axis in layout.sizes if axis != "ep"]
     if layout.kind is not LayoutKind.AXES and len(requested_axes) <= 1:
         return ",".join([str(layout.kind), *layout.options()])
@@ -163,7 +165,7 @@ def layout_label(layout: Layout, mesh: Mesh) -> str:
 
 
 def nearest_meshes(mesh: Mesh, *, ranks: int) -> list[Mesh]:
-    """Return the possible meshes with this many ranks that are nearest to `mesh`, nearest first."""
+    """Return at most three meshes of exactly `ranks` ranks that are most similar to `mesh`, the most similar first."""
     split_axes = [axis for axis in AXIS_ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
     meshes = {str(other): other for other in _meshes_of_axes(split_axes, ranks, zero=mesh.zero)}
     wider_axes = list(dict.fromkeys([*split_axes, "dp_shard"]))
@@ -178,6 +180,7 @@ def _meshes_of_axes(axes: Sequence[str], ranks: int, *, zero: int) -> Iterator[M
 
 
 def _factorizations(num_factors: int, product: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `num_factors` integers with this product."""
     if num_factors == 1:
         yield (product,)
         return
@@ -187,13 +190,20 @@ def _factorizations(num_factors: int, product: int) -> Iterator[tuple[int, ...]]
 
 
 def _distance(one: Mesh, other: Mesh) -> float:
-    """Return the distance between two meshes: the doublings of each axis, plus 1 for each added or removed axis."""
+    """Return the distance between two meshes.
+
+    It is the number of doublings and halvings of axes, plus 1 for each axis that only one of the meshes splits.
+    """
     doublings = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in AXIS_ORDER]
     changed_axes = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in AXIS_ORDER]
     return sum(doublings) + sum(changed_axes)
 
 
 def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, remaining_axis: str | None) -> PacelineError:
+    """Return the error for a mesh whose number of ranks is not `ranks`.
+
+    `remaining_axis` is the axis that should get all remaining ranks, if the layout has one.
+    """
     product = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.split_axes if axis != "ep")
     nearest = nearest_meshes(mesh, ranks=ranks)
     nearest_text = " · ".join(map(str, nearest))
@@ -216,7 +226,7 @@ def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, remaining_axis: str | 
 
 
 def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
-    """Return the error for a mesh that does not fit because some of the ranks are servers."""
+    """Return the error for a mesh whose number of ranks is not `ranks`, the ranks that are not parameter servers."""
     servers = f"{update.servers} {'is a server' if update.servers == 1 else 'are servers'}"
     return LayoutError(
         f"{mesh} needs {plural(mesh.ranks, 'worker')}, you have {ranks}: of {ranks + update.servers} ranks {servers}.",
@@ -225,8 +235,11 @@ def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> Pa
     )
 
 
-def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
-    """Set `sizes` for hsdp: by default two replicated groups, each sharded over half the data ranks."""
+def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int) -> None:
+    """Set `dp_replicate` for hsdp: by default 2, so that each replica is sharded over half the ranks.
+
+    If there are too few ranks for that, set `dp_shard` to 2 too. The caller then reports that the mesh does not fit.
+    """
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data_ranks = ranks // max(other_ranks, 1)
     shard_size = layout.sizes.get("dp_shard", REMAINING_RANKS)

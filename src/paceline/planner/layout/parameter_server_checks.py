@@ -1,4 +1,4 @@
-"""Plan a parameter server: how ranks are divided into servers and workers, which layouts and settings it supports."""
+"""Plan a parameter server: divide ranks into servers and workers, and refuse unsupported layouts and settings."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -13,7 +13,8 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
 
 
-def _ranks_that_hold(servers: int) -> str:
+def _servers_hold(servers: int) -> str:
+    """Return the subject and the verb of `the first 2 ranks hold the parameters`, without `the first`."""
     return "rank holds" if servers == 1 else f"{servers} ranks hold"
 
 
@@ -24,8 +25,8 @@ class ParameterServerPlanning(RulePlanning):
         {
             "device": "gradients are sent over gloo, which is tested on CPUs only",
             "exact": "the order of arrival is not recorded",
-            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
-            "statistics": "gradients are those of single shares",
+            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
+            "statistics": "each gradient is that of a single share of a batch",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward",
             "compile": "it has not been tested with a parameter server",
@@ -35,13 +36,13 @@ class ParameterServerPlanning(RulePlanning):
 
     @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that are not servers; add an error to `problems` if all ranks are servers."""
+        """Return the number of ranks that are not servers; if it is 0, add an error to `problems` and return 1."""
         workers = ranks - update.servers
         if workers < 1:
             problems.append(
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
-                    cause=f"the first {_ranks_that_hold(update.servers)} the parameters, the others compute gradients",
+                    cause=f"the first {_servers_hold(update.servers)} the parameters, the others compute gradients",
                     hint=f"--ranks {update.servers + 2}",
                 )
             )
@@ -76,7 +77,7 @@ class ParameterServerPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the lines that a run with a parameter server prints when it starts."""
+        """Yield the lines that describe the rule."""
         summary = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
         max_staleness = update.staleness
         if max_staleness == 0:

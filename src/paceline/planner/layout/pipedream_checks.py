@@ -15,7 +15,7 @@ from paceline.schedule.weight_version_rules import Rule, VersionRule, build_cont
 
 
 def build_version_rule(update: UpdateRule, mesh: Mesh) -> VersionRule:
-    """Return the rule by which stages choose weight versions."""
+    """Return the rule by which each stage chooses the weight version for a microbatch."""
     rule = Rule.DOUBLE if update.kind is UpdateKind.DOUBLE else Rule.ENTRY if update.vertical else Rule.NEWEST
     return VersionRule(stages=mesh.pp, rule=rule)
 
@@ -26,7 +26,7 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
+            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
             "statistics": "the stages are at different updates when a step is logged",
             "skip": "other stages have already taken the step",
             "sync_bn": "statistics of several weight versions would mix",
@@ -68,10 +68,10 @@ class PipeDreamPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line about weight versions and staleness by stage, from the program of a few batches."""
+        """Yield the line on weight versions and staleness by stage, counted in the program of a few batches."""
         version_rule = build_version_rule(update, mesh)
-        num_rounds = -(-num_micro // mesh.replicas)
-        sizes = [num_rounds] * (2 * mesh.pp + 4)
+        micro_per_replica = -(-num_micro // mesh.replicas)
+        sizes = [micro_per_replica] * (2 * mesh.pp + 4)
         usage = weight_versions_used(build_continuous_program(version_rule, sizes=sizes), version_rule)
         versions = ", ".join(str(stage_use.num_versions) for stage_use in usage)
         staleness = ", ".join(str(max(stage_use.staleness)) for stage_use in usage)

@@ -21,7 +21,7 @@ def is_schedule_file(schedule: str) -> bool:
 
 
 def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
-    """Return the schedule's program for this many microbatches of one replica.
+    """Return the program of the layout's schedule for the `num_micro` microbatches of one replica.
 
     Raises:
         LayoutError, UsageError: the schedule does not exist, or does not fit the mesh or the microbatches.
@@ -40,7 +40,7 @@ def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Pro
 
 
 def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Return the errors of a layout's pipeline schedule that do not depend on the batch."""
+    """Return the errors of a layout's pipeline schedule, for any number of microbatches."""
     if mesh.pp == 1:
         return []
     try:
@@ -55,7 +55,7 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
 
 
 def _check_size(layout: Layout, mesh: Mesh) -> None:
-    """Raise LayoutError if there are too many stages. The check builds no program, so it is fast for any number."""
+    """Raise LayoutError if the pipeline has more than MAX_RANKS stages."""
     stages = mesh.pp * (layout.virtual or 1)
     if stages > MAX_RANKS:
         raise LayoutError(
@@ -66,7 +66,7 @@ def _check_size(layout: Layout, mesh: Mesh) -> None:
 
 
 def _read_schedule_file(layout: Layout, mesh: Mesh) -> Program:
-    """Return the program of the user's own schedule file."""
+    """Return the program in the user's schedule file; raise LayoutError if the file or its number of ranks is wrong."""
     if not Path(layout.schedule).is_file():
         raise LayoutError(
             f"there is no schedule file {layout.schedule}.",

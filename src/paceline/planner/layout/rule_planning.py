@@ -1,4 +1,4 @@
-"""Define the planning rules of an update rule: its checks and notes, which work without torch."""
+"""Define the planning rules of an update rule, for the planner and the commands. They do not import torch."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -11,22 +11,19 @@ from paceline.planner.layout.mesh import Mesh
 
 
 class RulePlanning:
-    """The planning rules of one update rule. This base class has the rules for synchronous SGD.
-
-    `refused_settings` has the reason for each setting that the rule does not support; `update_rule_checks` lists the
-    keys. `flushes_pipeline` is True if a pipeline is empty after each batch, so that
-    each batch has a bubble.
-    """
+    """The layouts, batches and settings an update rule supports. The defaults are those of the synchronous rule."""
 
     refused_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """The reason for each setting that the rule does not support; `update_rule_checks` lists the keys."""
     flushes_pipeline: ClassVar[bool] = True
+    """True if a pipeline is empty after each batch, so that its schedule has a bubble."""
 
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that compute gradients; add an error to `problems` if there are none."""
+        """Return the number of ranks that compute gradients; add an error to `problems` if no rank is left for it."""
         return ranks
 
     def order_ranks(self, mesh: Mesh) -> Mesh:
-        """Return the mesh with the order of ranks that the rule needs."""
+        """Return the mesh with its ranks in the order that the rule needs."""
         return mesh
 
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterable[PacelineError]:
@@ -34,11 +31,11 @@ class RulePlanning:
         return ()
 
     def refuse_batch(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterable[PacelineError]:
-        """Return the errors of a batch that has too few microbatches for the rule."""
+        """Return an error if the batch has too few microbatches (`num_micro`) for the rule."""
         return ()
 
     def refuse_launcher(self, update: UpdateRule, *, launcher: str) -> Iterable[PacelineError]:
-        """Return the errors of a run whose ranks another launcher (torchrun, Slurm) starts."""
+        """Return the errors of a run whose ranks are started by another launcher, such as torchrun or Slurm."""
         return ()
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterable[str]:
@@ -50,5 +47,5 @@ class RulePlanning:
         return ()
 
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return a rule and a number of steps for a short check that covers the behavior of the rule."""
+        """Return a rule and a number of steps, at least `steps`, for a short check of all that the rule does."""
         return update, steps

@@ -1,9 +1,9 @@
 """Build the profile of a decoder-only transformer from its sizes, for planning a model that does not exist yet.
 
 Operations and activations are counted tensor by tensor, as by Korthikanti et al. ("Reducing Activation Recomputation in
-Large Transformer Models", MLSys 2023): with GELU, dropout and 16-bit types, a block saves their 34·s·b·h + 5·a·s²·b
-bytes. Grouped-query attention is that of Ainslie et al. (2023), the gated MLP that of Shazeer (2020); experts are
-routed as by Fedus et al. (2022), and only active experts cost time.
+Large Transformer Models", MLSys 2023). With GELU, dropout and 16-bit types, a block saves 34·s·b·h + 5·a·s²·b bytes, as
+in their paper (s positions, b samples, h width, a heads). Grouped-query attention is that of Ainslie et al. (2023), and
+the gated MLP that of Shazeer (2020). Experts are routed as by Fedus et al. (2022); only active experts cost time.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Decoder:
 
     @property
     def kv_width(self) -> int:
-        """The width of a token's keys, and of its values."""
+        """The total width of the heads of a token's keys; its values have the same width."""
         return self.width // self.heads * (self.kv_heads or self.heads)
 
     @property
@@ -64,32 +64,32 @@ def build_decoder_profile(
     is_fused: bool = False,
     is_flash: bool = True,
 ) -> ModelProfile:
-    """Return the profile of a decoder with float32 parameters.
+    """Return the profile of a decoder with float32 parameters, for samples of `length` tokens.
 
-    Under `bf16`, matmuls are in bfloat16 and the residual stream stays float32 (autocast), unless `residual_bytes` sets
-    other bytes per element. With `is_fused`, a compiler fuses elementwise operations, so that a norm or a rotation
-    reads and writes memory once. Otherwise each of its operations reads and writes memory. Without `is_flash`,
-    attention writes and reads the scores of all pairs for each operation: scale and mask, softmax, dropout.
+    With `precision` bf16, matmuls are in bfloat16. The residual stream stays in float32, as under autocast, but
+    `residual_bytes` can set other bytes per element. With `is_fused`, a compiler fuses elementwise operations: a norm
+    or a rotation reads and writes its tensor once, not once for each of its operations. Without `is_flash`, attention
+    writes and reads the scores of all pairs of positions for each operation: scale and mask, softmax, dropout.
     """
     short_bytes = 4 if precision == "fp32" else 2  # of an element in matmuls
-    residual_stream_bytes = residual_bytes or 4
+    residual_stream_bytes = residual_bytes or 4  # of an element of the residual stream
     block = _block(sizes, short_bytes, residual_stream_bytes, is_fused=is_fused)
     if not is_flash:
-        passes = (6 * short_bytes + (2 * short_bytes + 1 if sizes.has_dropout else 0)) * sizes.heads
+        score_bytes = (6 * short_bytes + (2 * short_bytes + 1 if sizes.has_dropout else 0)) * sizes.heads
         block = replace(
             block,
             attention_flops=BatchScaling(pair=4.0 * sizes.width),
             masked_flops=ZERO,
-            moved_bytes=block.moved_bytes + BatchScaling(pair=float(passes)),
-            fused_bytes=block.fused_bytes + BatchScaling(pair=float(passes)),
+            moved_bytes=block.moved_bytes + BatchScaling(pair=float(score_bytes)),
+            fused_bytes=block.fused_bytes + BatchScaling(pair=float(score_bytes)),
             attention_saved_bytes=ZERO,
         )
-    head = sizes.vocabulary * sizes.width
+    table_elements = sizes.vocabulary * sizes.width  # of the embedding, and of the output layer
     first = LayerProfile(
         name="embedding",
-        split_parameters=head,
-        lookup_parameters=0 if sizes.is_tied else head,
-        tensors=(head,),
+        split_parameters=table_elements,
+        lookup_parameters=0 if sizes.is_tied else table_elements,
+        tensors=(table_elements,),
         moved_bytes=BatchScaling(token=2.0 * residual_stream_bytes * sizes.width),
         saved_bytes=BatchScaling(token=8.0),
         output_bytes=BatchScaling(token=float(residual_stream_bytes * sizes.width)),
@@ -105,7 +105,7 @@ def build_decoder_profile(
         optimizer=ADAMW,
         global_batch_size=global_batch_size,
         length=length,
-        tied=head if sizes.is_tied else 0,
+        tied=table_elements if sizes.is_tied else 0,
         precision=precision,
         tp_sizes=tuple(n for n in range(2, 65) if not sizes.heads % n and not (sizes.kv_heads or sizes.heads) % n),
         cp_sizes=tuple(n for n in (2, 4, 8, 16, 32, 64) if n <= max_cp),
@@ -117,8 +117,10 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
     """Return the bytes per token that norms, rotary embedding, residual sums and the nonlinearity read and write.
 
     A block has two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
-    products and a cast; a rotation is two products, a swap of halves and a sum.
+    products and a cast; a rotation is two products, a swap of halves and a sum. An element has `short_bytes` in matmuls
+    and `wide_bytes` in the residual stream.
     """
+    # the widths of the residual stream, of the keys, and of the hidden layers of all active experts
     h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width * max(1, sizes.active)
     sums, passes = 2 * (2 * wide_bytes + short_bytes) * h, 5 if sizes.is_gated else 2
     if is_fused:
@@ -129,7 +131,7 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
 
 
 def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> LayerProfile:
-    """Return the profile of one block: attention and MLP, or attention and experts."""
+    """Return the profile of one block with fused attention. The letters are those of `_moved_bytes`."""
     h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
@@ -172,7 +174,10 @@ def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool)
 
 
 def _head(sizes: Decoder, short_bytes: int, wide_bytes: int) -> LayerProfile:
-    """Return the profile of the last norm, the head and the loss. Logits exist in the matmul type and in float32."""
+    """Return the profile of the last norm, the output layer and the loss.
+
+    The logits exist in the matmul type and in float32.
+    """
     h, v = sizes.width, sizes.vocabulary
     return LayerProfile(
         name="head",

@@ -1,4 +1,4 @@
-"""Represent a model as a chain of parts, with equal parts stored once, and divide it into balanced stages."""
+"""Represent a model as a chain of parts, in which equal parts are stored once, and cut the chain into stages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,25 +9,24 @@ from itertools import accumulate
 from paceline.errors import LayoutError
 from paceline.planner.model_costs.model_profile import LayerProfile, ModelProfile
 
-Counts = tuple[int, ...]
-_ROUNDS = 40
+Counts = tuple[int, ...]  # how often each of `Chain.parts` occurs
+_BISECTION_STEPS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The distinct parts of a model.
-
-    `order` has, for each block, its index in `parts`. `weights` has the FLOPs of parts.
-    Part 0 is before the blocks, part 1 is after the blocks, and the other parts are blocks.
-    """
+    """A model as a sequence of parts, in which equal blocks are one part."""
 
     parts: tuple[LayerProfile, ...]
+    """The part before the blocks, the part after them, and then the distinct blocks."""
     order: tuple[int, ...]
+    """For each block of the model, the index of its part."""
     weights: tuple[float, ...]
+    """The work of each part, by which stages are balanced: its FLOPs, or 1 for blocks if no block has FLOPs."""
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks, between which the chain may be cut."""
+        """The number of blocks of the model. The chain may be cut between two blocks."""
         return len(self.order)
 
     @cached_property
@@ -36,7 +35,10 @@ class Chain:
         return self.counts(0, self.num_blocks, first=True, last=True)
 
     def counts(self, start: int, stop: int, *, first: bool, last: bool) -> Counts:
-        """Return how often each part occurs in these blocks, with the first and the last part if requested."""
+        """Return how often each part occurs in the blocks `[start, stop)`.
+
+        `first` and `last` tell whether the parts before and after all blocks are included.
+        """
         counts = [0] * len(self.parts)
         counts[0], counts[1] = int(first), int(last)
         for index in self.order[start:stop]:
@@ -44,18 +46,18 @@ class Chain:
         return tuple(counts)
 
     def stage_counts(self, bounds: Sequence[tuple[int, int]]) -> tuple[Counts, ...]:
-        """Return, for every stage, how often it contains each part."""
+        """Return how often each part occurs in every stage; `bounds` are the stages as ranges of blocks."""
         end = len(bounds) - 1
         return tuple(
             self.counts(start, stop, first=stage == 0, last=stage == end) for stage, (start, stop) in enumerate(bounds)
         )
 
     def cut_stages(self, num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Return stages of nearly equal work, each as a range (start, stop) of blocks.
+        """Return stages of nearly equal work, as ranges `[start, stop)` of blocks.
 
-        Of equally good cuts, return the cut with the fewest blocks in the first stages, because the first stages hold
-        the activations of the most microbatches. A bisection finds the smallest limit on the work
-        of a stage; each trial fills stages from the last one backwards, in O(num_stages × log num_blocks).
+        Of equally good cuts, choose the one with the fewest blocks in the first stages, which hold the activations of
+        the most microbatches. A bisection finds the smallest limit on the work of a stage. Each step of the bisection
+        fills stages from the last one backwards, in O(num_stages × log num_blocks).
 
         Raises:
             LayoutError: there are more stages than blocks.
@@ -69,7 +71,7 @@ class Chain:
         ends = (self.weights[0], self.weights[1])
         low, high = 0.0, cumulative[-1] + sum(ends)
         best = _fill_stages(cumulative, ends, num_stages, high)
-        for _ in range(_ROUNDS):
+        for _ in range(_BISECTION_STEPS):
             middle = (low + high) / 2
             stages = _fill_stages(cumulative, ends, num_stages, middle)
             if stages is None:
@@ -81,7 +83,7 @@ class Chain:
 
 
 def build_chain(profile: ModelProfile) -> Chain:
-    """Return the chain of a model. Parts that differ only in name are equal; the weight of a part is its FLOPs."""
+    """Return the chain of a model. Blocks that differ only in name are one part."""
     parts: list[LayerProfile] = [profile.first, profile.last]
     indices: dict[int, int] = {}
     order = []
@@ -106,12 +108,16 @@ def _is_equal_part(part: LayerProfile, other: LayerProfile) -> bool:
 def _fill_stages(
     cumulative: Sequence[float], ends: tuple[float, float], num_stages: int, limit: float
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return stages filled up to the limit, from the last one backwards; None if blocks are left over."""
+    """Return stages filled up to the limit, from the last one backwards; None if no such stages exist.
+
+    `cumulative` are the sums of the weights of the blocks before each block. `ends` are the weights of the parts before
+    and after all blocks.
+    """
     bounds: list[tuple[int, int]] = []
     stop = len(cumulative) - 1
     for stage in reversed(range(num_stages)):
         room = limit - (ends[1] if stage == num_stages - 1 else 0.0) - (ends[0] if stage == 0 else 0.0)
-        # the lowest start at which the stage stays within the limit
+        # the first block with which the stage stays within the limit
         first_block = bisect_left(cumulative, cumulative[stop] - room - 1e-12 * limit)
         start = max(stage, first_block) if stage else 0
         if start < first_block or start >= stop or room < 0:

@@ -12,10 +12,12 @@ from paceline.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The stages, as ranges `[start, stop)` of blocks, and the seconds of each."""
+    """The stages of a pipeline."""
 
     bounds: tuple[tuple[int, int], ...]
+    """The blocks of each stage, as a range `[start, stop)`."""
     seconds: tuple[float, ...]
+    """The seconds of each stage."""
 
     @property
     def slowest(self) -> float:
@@ -32,10 +34,11 @@ def balance_stages(
     block_bytes: Sequence[float] | None = None,
     limit_bytes: Sequence[float] | float | None = None,
 ) -> Balance:
-    """Return the cut whose slowest stage is fastest; of equally good cuts, the cut with the most even times.
+    """Return the stages with the smallest maximum time; of equally good cuts, the one with the most even times.
 
-    `first` and `last` are the seconds of the parts before the first block and after the last. `limit_bytes` is the
-    memory limit of a stage, one number for all stages or one for each. The cost is O(num_stages × num_blocks²).
+    `seconds` and `block_bytes` have a number for each block. `first` and `last` are the seconds of the parts before the
+    first block and after the last block. `limit_bytes` is the memory limit of a stage, one number for all stages or one
+    for each. The cost is O(num_stages × num_blocks²).
 
     Raises:
         LayoutError: there are fewer blocks than stages, or no cut stays within the limit.
@@ -46,6 +49,7 @@ def balance_stages(
             f"{num_stages} stages can't be cut from {num_blocks} blocks.", hint=f"pp between 1 and {num_blocks}"
         )
     cost = _StageCost(num_stages, seconds, first, last, block_bytes, limit_bytes)
+    # for each number of stages: by the number of blocks in them, the values that `_best_ends` yields
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
     for stage in range(num_stages):
         best.append(dict(_best_ends(stage, best[-1], cost, num_blocks, num_stages)))
@@ -67,10 +71,7 @@ def balance_stages(
 def slowest_by_exhaustive_search(
     *, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0
 ) -> float:
-    """Return the seconds of the slowest stage in the best cut, by trying all cuts.
-
-    Tests check `balance_stages` with it.
-    """
+    """Return `Balance.slowest` of `balance_stages` by the naive method, which tries all cuts."""
     cost = _StageCost(num_stages, seconds, first, last, None, None)
     inner_cuts = combinations(range(1, len(seconds)), num_stages - 1)
     cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner_cuts)
@@ -78,7 +79,7 @@ def slowest_by_exhaustive_search(
 
 
 class _StageCost:
-    """The seconds of a stage and whether it fits its memory limit, both in constant time from cumulative sums."""
+    """The seconds and the memory of any stage, in constant time from the sums over all blocks before a block."""
 
     def __init__(
         self,
@@ -104,7 +105,10 @@ class _StageCost:
 def _best_ends(
     stage: int, previous: dict[int, tuple[float, float, int]], cost: _StageCost, num_blocks: int, num_stages: int
 ) -> Iterator[tuple[int, tuple[float, float, int]]]:
-    """Yield, for each possible end of `stage`, the best (slowest time, sum of squared times, start of the stage)."""
+    """Yield each possible end of `stage`, with its best (slowest time, sum of squared times, start of the stage).
+
+    `previous` has the same values for the stage before it. The times are those of all stages up to this one.
+    """
     for stop in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1):
         options = [
             (

@@ -1,9 +1,9 @@
 """Count the training FLOPs of a model, from which its MFU is computed.
 
-Model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B) is the model's own FLOPs per second as a fraction
-of the device's peak for dense matmuls in the number format in use. For a transformer with N parameters, a token costs 6
-N + 12 · layers · width · length: each parameter is a multiply-add, attention is over all pairs of positions, and
-backward costs twice as much as forward. Recomputation to save memory does not count.
+Model FLOPs utilization (MFU; Chowdhery et al., "PaLM", 2022, appendix B) is the model's own FLOPs per second as a
+fraction of the device's peak for dense matmuls in the precision in use. For a transformer with N parameters, a token
+costs 6 N + 12 · layers · width · length FLOPs. Every parameter is one multiply-add in forward and two in backward, and
+attention covers all pairs of positions. Recomputation to save memory does not count.
 """
 
 from paceline.planner.model_costs.model_profile import ModelProfile
@@ -15,9 +15,9 @@ _MULTIPLY_ADD = 2
 def model_flops(profile: ModelProfile) -> float:
     """Return the FLOPs of one optimizer step over all samples of the global batch.
 
-    Matmuls are counted as they run in a forward, so a convolution counts at all its positions and a mixture of experts
-    with its active experts. As usual, attention counts all pairs of positions, masked or not, and the embedding table
-    of a sequence model counts as a matmul. A frozen weight has no matmul for its own gradient in backward.
+    Matmuls are counted as they run in a forward: a convolution at all its positions, a mixture of experts with its
+    active experts. As usual, attention counts all pairs of positions, masked or not, and the embedding table of a
+    sequence model counts as a matmul. In backward, a frozen weight needs no matmul for its own gradient.
     """
     batch = {"samples": profile.global_batch_size, "length": profile.length}
     positions = profile.global_batch_size * profile.length if profile.length > 1 else 0

@@ -1,21 +1,22 @@
 """Compute provable lower bounds on the seconds and bytes of every candidate below a node of the search tree.
 
-The levels of the tree are recompute nodes, microbatch nodes, schedule nodes and leaves: see `search_space`.
+The nodes of a level are named after the last choice that they have made: recompute, microbatch, schedule, leaf (see
+`search_space`).
 
 Bounds on the seconds:
 
-- A recompute node: all samples of a replica form one microbatch, whose work is spread evenly over the stages. This is a
-  lower bound for two reasons. The cost of a layer is an affine function of the samples, or the maximum of two such
-  functions, so several smaller microbatches cost at least as much. The busiest stage does at least the mean work.
-- A microbatch node: the same for its microbatch size, and the wait of the last stage for the first microbatch.
-- A schedule node: the makespan of its stages without data-parallel communication, which can only make it longer.
-- A leaf: in addition, the end of the step on one of its ranks.
+- For a recompute node: all samples of a replica form one microbatch, and its work is spread evenly over the stages.
+  This is a lower bound for two reasons. The cost of a layer is an affine function of the samples, or the maximum of two
+  such functions, so several smaller microbatches cost at least as much. The busiest stage does at least the mean work.
+- For a microbatch node: the same with the node's microbatch size. The last stage also waits for the first microbatch.
+- For a schedule node: the makespan of its stages without data-parallel communication, which could only add time.
+- For a leaf: the bound of its schedule node, plus the work at the end of the step on one rank.
 
 Bounds on the bytes:
 
-- A recompute node: the activations of the first rank, under the schedule that holds the fewest there.
-- A schedule node: its activations, and for each ZeRO stage the smallest possible state. The state is smallest if all
-  replicas are shards and everything that may be offloaded is offloaded.
+- For a recompute node: the activations of the first rank, with the schedule that holds the fewest activations there.
+- For a schedule node: its activations, and for each ZeRO stage the smallest possible state. The state is smallest if
+  all replicas are shards and everything that may be offloaded is offloaded.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from paceline.planner.search.search_space import SearchSpace
 
 
 class Bounds:
-    """Lower bounds for the nodes of one grid under one cost model."""
+    """The lower bounds for the nodes of a search space (`grid`) under a cost model."""
 
     def __init__(self, *, cost_model: CostModel, grid: SearchSpace) -> None:
         self._cost_model = cost_model
@@ -39,15 +40,15 @@ class Bounds:
         self._global_batch_size = profile.global_batch_size
 
     def recompute_node_seconds(self, node: Candidate) -> float:
-        """Return a lower bound on the seconds, for any microbatch size and schedule."""
+        """Return a lower bound on the step time of all leaves of a recompute node."""
         return self._model_seconds(self._with_one_microbatch(node)) / node.pp + self._step_start_seconds
 
     def microbatch_node_seconds(self, node: Candidate) -> float:
-        """Return a lower bound on the seconds, for any schedule.
+        """Return a lower bound on the step time of all leaves of a microbatch node.
 
-        At best, every stage does the mean work, and the last stage computes without a pause after its first wait: until
-        the first microbatch has passed all other stages. Deferred weight gradients can fill this wait. With v stages
-        per rank, the wait is v times shorter.
+        At best, every stage does the mean work. The last stage waits until the first microbatch has passed all other
+        stages, and then computes without a pause. With v stages per rank, the wait is v times shorter. Deferred weight
+        gradients can fill it completely.
         """
         p, num_micro = node.pp, node.num_micro(self._global_batch_size)
         microbatch_seconds = self._model_seconds(node)
@@ -58,15 +59,16 @@ class Bounds:
         return microbatch_seconds * (num_micro / p + fill_fraction) + self._step_start_seconds
 
     def recompute_node_bytes(self, node: Candidate) -> float:
-        """Return a lower bound on the bytes, for any microbatch size, schedule and sharding.
+        """Return a lower bound on the peak bytes of all leaves of a recompute node.
 
-        The first rank holds the activations of one microbatch for each pipeline rank.
+        It counts only the activations of the first rank. With most schedules, this rank holds those of one microbatch
+        for each pipeline rank.
         """
         cost_model, one_microbatch = self._cost_model, self._with_one_microbatch(node)
         layer_costs, samples = cost_model.layer_costs(one_microbatch), one_microbatch.micro_batch_size
         num_in_flight: float = 1 if "naive" in self._grid.schedules else min(samples, node.pp)
         if "zbv" in self._grid.schedules and node.pp > 1:
-            # zbv holds half a microbatch less if there are few microbatches
+            # with few microbatches, zbv holds the activations of half a microbatch less
             num_in_flight = min(num_in_flight, node.pp - 0.5)
         least_bytes = min(
             sum(
@@ -79,7 +81,7 @@ class Bounds:
         return self._with_slack_and_reserve(least_bytes / samples * num_in_flight)
 
     def schedule_node_seconds(self, node: Candidate) -> float:
-        """Return a lower bound on the seconds, for any data-parallel sharding."""
+        """Return a lower bound on the step time of all leaves of a schedule node."""
         cost_model = self._cost_model
         hop, num_micro = cost_model.hop_seconds(node), cost_model.num_micro(node)
         return (
@@ -88,15 +90,18 @@ class Bounds:
         )
 
     def schedule_node_bytes(self, node: Candidate) -> float:
-        """Return a lower bound on the bytes, for any data-parallel sharding."""
+        """Return a lower bound on the peak bytes of all leaves of a schedule node."""
         return min(self._leaf_bytes(node))
 
     def may_fit(self, node: Candidate, limit_bytes: float) -> bool:
-        """Return True if at least one leaf below the node may fit into `limit_bytes`."""
+        """Return True if some leaf of a schedule node may fit into `limit_bytes`. Stop at the first such leaf."""
         return any(num_bytes <= limit_bytes for num_bytes in self._leaf_bytes(node))
 
     def _leaf_bytes(self, node: Candidate) -> Iterator[float]:
-        """Yield lower bounds on the bytes of the leaves below the node, one for each ZeRO stage."""
+        """Yield the peak bytes of each of the `_least_memory_leaves`.
+
+        If the activations alone need more than a device has, yield only their bytes.
+        """
         cost_model = self._cost_model
         rank, stages = cost_model.distinct_ranks(node)[0]
         activations, elements = (
@@ -120,7 +125,7 @@ class Bounds:
     def _least_memory_leaves(self, node: Candidate) -> Iterator[Candidate]:
         """Yield the leaf that needs least memory for each ZeRO stage, the highest stage first, then the node itself.
 
-        The search space may lack these leaves, but each leaf in it needs at least as much memory.
+        Some of these leaves may be illegal. No legal leaf of their ZeRO stage needs less memory.
         """
         if node.replicas > 1:
             for zero in reversed(self._grid.zero):
@@ -133,7 +138,10 @@ class Bounds:
         yield node
 
     def leaf_seconds(self, leaf: Candidate, *, node_seconds: float) -> float:
-        """Return a lower bound on the seconds. It omits only the sharding communication of each microbatch."""
+        """Return a lower bound on the step time of a leaf. It omits only the sharding communication of microbatches.
+
+        `node_seconds` is the bound of the leaf's schedule node.
+        """
         cost_model = self._cost_model
         stages = cost_model.distinct_ranks(leaf)[0][1]
         end_seconds = estimate_step_end(
@@ -144,15 +152,16 @@ class Bounds:
         return node_seconds + sum(end_seconds.values()) - self._step_start_seconds
 
     def _model_seconds(self, node: Candidate) -> float:
-        """Return the seconds of one microbatch through the whole model, on one rank of each stage."""
+        """Return the seconds of forward and backward of one microbatch, summed over the stages."""
         counted_costs = zip(self._cost_model.chain.full_counts, self._cost_model.layer_costs(node), strict=True)
         return sum(count * cost.seconds for count, cost in counted_costs)
 
     def _with_one_microbatch(self, node: Candidate) -> Candidate:
+        """Return the node with a microbatch of all samples of a replica."""
         return node.replace(micro_batch_size=-(-self._global_batch_size // node.replicas))
 
     def _stage_placements(self, node: Candidate) -> list[Candidate]:
-        """Return one candidate for each placement of stages on the ranks."""
+        """Return one candidate for each way to place stages on the ranks."""
         if node.pp == 1:
             return [node]
         virtual_sizes = [n for n in {1, 2, *self._grid.virtual} if node.pp * n <= self._cost_model.chain.num_blocks]

@@ -23,18 +23,21 @@ from paceline.planner.search.search_space import (
     schedule_choices,
 )
 
-_ROUNDING = 1 - 1e-9
+_ROUNDING = 1 - 1e-9  # bounds are reduced by this factor, so that rounding errors never prune the best candidate
 _LEAF = 3  # the level of a node: 0 recompute, 1 microbatch, 2 schedule, 3 leaf
-SortKey = tuple[float, float, str, int]
+SortKey = tuple[float, float, str, int]  # step seconds, peak bytes, layout, microbatch size
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """For each family, the fastest candidate that fits (`best`); and how many nodes and estimates the search needed."""
+    """The result of a search."""
 
     best: Mapping[str, Estimate]
+    """The fastest candidate that fits, by family."""
     num_estimates: int
+    """The number of leaves that were estimated."""
     num_nodes: int
+    """The number of nodes, leaves included, whose lower bound was computed."""
 
     @property
     def fastest(self) -> Estimate | None:
@@ -43,12 +46,12 @@ class SearchResult:
 
 
 def sort_key(estimate: Estimate) -> SortKey:
-    """Return the sort key of an estimate: first by step time, then by peak memory, then by layout name."""
+    """Return the sort key of an estimate: faster first, then smaller, then by layout name."""
     return (estimate.step_seconds, estimate.peak_bytes, estimate.layout, estimate.candidate.micro_batch_size)
 
 
 def search(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """Return, for each family, the fastest candidate that fits."""
+    """Return the fastest candidate of each family that fits, by branch and bound."""
     grid = grid or SearchSpace()
     state = _BranchAndBound(cost_model=cost_model, grid=grid, bounds=Bounds(cost_model=cost_model, grid=grid))
     state.run()
@@ -56,7 +59,7 @@ def search(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchR
 
 
 def search_exhaustively(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """Return the result of `search` by estimating every candidate, without bounds. Tests compare the two."""
+    """Return the result of `search` by the naive method, which estimates every candidate."""
     best: dict[str, Estimate] = {}
     num_estimates = 0
     for candidate in candidates(cost_model.profile, cost_model.cluster, grid or SearchSpace()):
@@ -70,16 +73,19 @@ def search_exhaustively(cost_model: CostModel, *, grid: SearchSpace | None = Non
 
 @dataclass(kw_only=True)
 class _BranchAndBound:
-    """The state of a search: the best candidate of each family, and a heap of (bound, level, tie breaker, node)."""
+    """The state of a search."""
 
     cost_model: CostModel
     grid: SearchSpace
     bounds: Bounds
     best: dict[str, Estimate] = field(default_factory=dict)
+    """The best candidate found so far, by family."""
     num_estimates: int = 0
     num_nodes: int = 0
     _best_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By family: the seconds of the best candidate, and the factor for bounds before they are compared with these."""
     _heap: list[tuple[float, int, int, Candidate]] = field(default_factory=list)
+    """The nodes to visit, as (bound, level, tie breaker, node)."""
     _tie_breaker: Iterator[int] = field(default_factory=count)
 
     def run(self) -> None:
@@ -130,7 +136,7 @@ class _BranchAndBound:
             heappush(self._heap, (bound, level, next(self._tie_breaker), node))
 
     def _is_dominated(self, bound: float, node: Candidate, level: int) -> bool:
-        """Return True if every family below the node already has a better candidate."""
+        """Return True if every family that occurs below the node already has a candidate faster than the bound."""
         if level < _LEAF and node.pp * node.tp * node.cp * node.ep == 1 and node.replicas > 1:
             families: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
         else:

@@ -27,20 +27,20 @@ _MICRO_BATCH_SETTING = "train.micro_batch_size"
 def estimate_named(
     cost_model: CostModel, text: str, *, micro_batch_size: int | None = None, max_micro_batch_size: int | None = None
 ) -> Estimate:
-    """Return the estimate of a layout as a user types it.
+    """Return the estimate of a layout that a user typed.
 
-    Without a `micro_batch_size`, choose the fastest size that fits, or the size that needs least memory if none fits.
-    Skip sizes above `max_micro_batch_size`, except the first possible size.
+    Without a `micro_batch_size`, choose the fastest size that fits or, if none fits, the size that needs least memory.
+    Sizes above `max_micro_batch_size` are skipped, except the smallest possible size.
 
     Raises:
         LayoutError, Problems: the layout does not fit these ranks, or the model cannot have it.
     """
     layout = parse_layout(text)
-    options = _candidates(cost_model, layout, micro_batch_size)
+    sizes = _candidates_by_size(cost_model, layout, micro_batch_size)
     estimates = [
         cost_model.estimate(candidate)
-        for candidate in options
-        if max_micro_batch_size is None or candidate.micro_batch_size <= max_micro_batch_size or candidate is options[0]
+        for candidate in sizes
+        if max_micro_batch_size is None or candidate.micro_batch_size <= max_micro_batch_size or candidate is sizes[0]
     ]
     fitting = [estimate for estimate in estimates if estimate.fits]
     return min(fitting, key=sort_key) if fitting else min(estimates, key=lambda estimate: estimate.peak_bytes)
@@ -70,17 +70,19 @@ def estimate_from_row(cost_model: CostModel, row: Mapping[str, Any]) -> Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The fields that are read from a row of plan.json."""
+    """The fields of a row of plan.json that `estimate_from_row` reads."""
 
     layout: str
     settings: Mapping[str, str]
     parts: Mapping[str, float]
+    """The bytes by field of `Memory`."""
     seconds: Mapping[str, float]
+    """The seconds by field of `StepTime`."""
     host_bytes: float
 
 
 def find_row(plan: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
-    """Return the plan.json row of a layout, by default of the recommended layout.
+    """Return the row of a layout in plan.json, by default that of the recommended layout.
 
     Raises:
         UsageError: the plan has no such row, or no layout that fits.
@@ -97,7 +99,7 @@ def find_row(plan: Mapping[str, Any], layout: str | None = None) -> Mapping[str,
 
 
 def cost_model_from_json(plan: Mapping[str, Any]) -> CostModel:
-    """Return the cost model that plan.json was made with. Ignore efficiency constants that this version does not know.
+    """Return the cost model of a plan.json. Efficiency constants that this version of Paceline lacks are ignored.
 
     Raises:
         UsageError: the plan does not state its model or its cluster.
@@ -120,7 +122,7 @@ def _known_fields(kind: type, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def mesh_for_plan(layout: Layout, *, ranks: int) -> Mesh:
-    """Return the layout's mesh for this many ranks, without checking the model. `single` always has one rank.
+    """Return the mesh of a layout for this many ranks, without a check of the model. `single` always has one rank.
 
     Raises:
         LayoutError, Problems: the mesh is impossible, or plans do not support this kind of layout.
@@ -138,7 +140,12 @@ def mesh_for_plan(layout: Layout, *, ranks: int) -> Mesh:
     return mesh
 
 
-def _candidates(cost_model: CostModel, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:
+def _candidates_by_size(cost_model: CostModel, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:
+    """Return the candidates of a layout by ascending microbatch size, or only the one of `micro_batch_size`.
+
+    Raises:
+        LayoutError, UsageError: the ranks, the batch or the model do not allow the layout or the size.
+    """
     profile = cost_model.profile
     mesh = mesh_for_plan(layout, ranks=cost_model.cluster.ranks)
     if mesh.replicas > profile.global_batch_size:
@@ -165,15 +172,16 @@ def _candidates(cost_model: CostModel, layout: Layout, micro_batch_size: int | N
             f"{profile.refused[f'{MICRO_BATCH_KEY}={sizes[0]}'].rstrip('.')}."
         )
     precision, compiles = profile.precision, profile.compiles
-    options = [
+    candidates = [
         candidate_from_layout(layout, mesh, micro_batch_size=n, precision=precision, compiles=compiles)
         for n in possible_sizes
     ]
-    _check_candidate(options[0], profile)
-    return options
+    _check_candidate(candidates[0], profile)
+    return candidates
 
 
 def _check_candidate(candidate: Candidate, profile: ModelProfile) -> None:
+    """Raise LayoutError if the model does not support an axis or an option of the candidate."""
     for key in option_keys(candidate):
         if key in profile.refused:
             raise LayoutError(

@@ -1,4 +1,7 @@
-"""Find fallback layouts for a run that is out of memory. Each needs clearly less memory than the previous one."""
+"""Find the fallback layouts of a run, which replace its layout if the run is out of memory.
+
+Each fallback needs clearly less memory than the previous one.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,15 +12,12 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
 from paceline.planner.search.search_space import SearchSpace
 
-_MEMORY_RATIO = 0.85
+_MEMORY_RATIO = 0.85  # the largest memory of a fallback relative to the previous layout, both without the reserve
 _MAX_FALLBACKS = 5
 
 
 def fallback_layouts(cost_model: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
-    """Yield up to five fallback layouts of `first`.
-
-    Each is the fastest layout that needs at most 85 % of the memory of the previous one.
-    """
+    """Yield at most five fallbacks of `first`. Each is the fastest that needs clearly less memory than the previous."""
     reserve, previous = cost_model.cluster.device.reserve_bytes, first
     for _ in range(_MAX_FALLBACKS):
         fallback = search(
@@ -33,7 +33,11 @@ def build_fallback(
     estimate: Estimate, *, time_ratio: float = 1.0, memory_ratio: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
 ) -> FallbackLayout:  # fmt: skip
-    """Return the fallback layout of an estimate; `replayed` has the peak bytes of a replay, and their parts by name."""
+    """Return the fallback layout of an estimate.
+
+    The ratios are measured over forecast, in earlier runs. `replayed` are the peak bytes that a replay counted and
+    their parts by name, without the reserve; None if the layout was not replayed.
+    """
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     peak_bytes, counted_parts = replayed or (round(estimate.peak_bytes - reserve), parts)
@@ -56,9 +60,9 @@ def build_fallback(
 def build_calibrated_fallback(
     estimate: Estimate, cost_model: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
 ) -> FallbackLayout:
-    """Return the fallback layout of an estimate, corrected by earlier runs on this cluster and by timed steps.
+    """Return the fallback layout of an estimate, with the ratios of earlier runs on this cluster and of timed steps.
 
-    If steps of the layout were timed, the `source` of the result is `TIMED`.
+    `source` says how the forecast was made; if steps were timed, the source is `TIMED`.
     """
     cluster, family = cost_model.cluster, estimate.candidate.family
     forecast_seconds = cost_model.estimate(estimate.candidate).step_seconds

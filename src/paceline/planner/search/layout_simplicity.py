@@ -21,19 +21,23 @@ from paceline.planner.search.search_space import (
 
 _AXES = (*MODEL_AXES, "dp_replicate", "dp_shard")
 _NOT_OPTIONS = {*_AXES, "zero", "virtual", "micro_batch_size", "precision"}
+# the options of a candidate, with their defaults
 _OPTIONS = {field.name: field.default for field in fields(Candidate) if field.name not in _NOT_OPTIONS}
-Simplicity = tuple[int, int, int, int, int]
+Simplicity = tuple[int, int, int, int, int]  # see `simplicity_key`
 
 
 def simplicity_key(candidate: Candidate) -> Simplicity:
-    """Return a sort key, smaller for simpler: number of axes, model axes and options, then family and ZeRO stage."""
+    """Return a sort key that is smaller for simpler candidates.
+
+    It is the number of axes, of model axes and of options, then the position of the family, then the ZeRO stage.
+    """
     num_options = sum(getattr(candidate, name) != default for name, default in _OPTIONS.items())
     num_model_axes = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
     return len(candidate.mesh.split_axes), num_model_axes, num_options, FAMILIES.index(candidate.family), candidate.zero
 
 
 def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the simplest of the estimates that tie with the fastest; of equally simple estimates, the fastest."""
+    """Return the simplest of the estimates that tie with the fastest; if several are equally simple, the fastest."""
     fastest = min(estimates, key=sort_key)
     ties = [estimate for estimate in estimates if estimate is fastest or is_tie(estimate, fastest)]
     return min(ties, key=lambda estimate: (simplicity_key(estimate.candidate), sort_key(estimate)))
@@ -42,7 +46,7 @@ def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
 def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
     """Return the simplest candidate of the same family that fits and ties with `best`; None if `best` is the simplest.
 
-    The result has fewer options than `best`, or it lacks axes of `best` and gives their ranks to one other axis.
+    The result has no option and no axis that `best` lacks. If an axis of `best` is gone, another axis has its ranks.
     """
     best_simplicity, family = simplicity_key(best.candidate), best.candidate.family
     simpler_leaves = {
@@ -59,7 +63,7 @@ def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: Searc
 
 
 def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield all leaves of the search space that have only options and axes that `best` has too."""
+    """Yield all leaves of the search space that have no option and no axis that `best` lacks."""
     profile, cluster = cost_model.profile, cost_model.cluster
     smaller_grid = replace(
         grid,
@@ -83,9 +87,9 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
 
 
 def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
-    """Return True if each axis of the node is also an axis of `best`.
+    """Return True if the node has no axis that `best` lacks.
 
-    If the node lacks axes of `best`, a single other axis must have got all of their ranks.
+    If the node lacks axes of `best`, exactly one of its axes must have grown by their ranks.
     """
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))
@@ -97,6 +101,7 @@ def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
 
 
 def _has_no_extra_option(leaf: Candidate, best: Candidate) -> bool:
+    """Return True if every option of the leaf is the default or as in `best`, and it shards only if `best` does."""
     if best.dp_shard == 1 and leaf.dp_shard > 1:
         return False
     return all(getattr(leaf, name) in (default, getattr(best, name)) for name, default in _OPTIONS.items())

@@ -1,4 +1,4 @@
-"""Define a layout with its settings and its forecast, as a plan passes it to a run."""
+"""Define a fallback layout with its settings and its forecast, as a plan passes it to a run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,33 +7,40 @@ from typing import Any
 from typing_extensions import override
 
 TIMED = "timed"
-"""The `source` of a forecast whose seconds come from timed steps."""
+"""The `source` of a forecast whose seconds were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackLayout:
-    """A layout with its forecast. Bytes are for the rank with the highest peak, without `reserve`.
+    """A layout with its forecast. The field names are keys of the file that the workers read.
 
-    `longer` and `fuller` are the ratios of measured to forecast step time and memory in earlier runs on this machine;
-    `source` says how the forecast was made. The names are keys of the file that the workers read.
+    Bytes are those of the fullest rank, without the reserve of a process.
     """
 
     layout: str
+    """The value to type after `--layout`."""
     family: str
     ranks: int
     settings: Mapping[str, str]
+    """The settings to type besides the layout, by dotted name."""
     peak_bytes: int
     parts: Mapping[str, int]
+    """The bytes of the peak by purpose, without those that are 0."""
     step_seconds: float
     replayed: bool = False
+    """True if a replay counted the bytes."""
     longer: float = 1.0
+    """The ratio of measured to forecast step time in earlier runs on this machine."""
     fuller: float = 1.0
+    """The ratio of measured to forecast memory in earlier runs on this machine; 1 if `replayed`."""
     source: str = ""
+    """How the forecast was made."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of the step by purpose, without those that are 0."""
 
     @override
     def __str__(self) -> str:
-        """Return the command-line options that select the layout."""
+        """Return the options to type."""
         return " ".join([f"--layout {self.layout}", *(f"--{name} {value}" for name, value in self.settings.items())])
 
     @property
@@ -42,5 +49,5 @@ class FallbackLayout:
         return int(self.settings["train.micro_batch_size"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for the file that is passed to the workers."""
+        """Return the fields, for the file that the workers read."""
         return asdict(self)

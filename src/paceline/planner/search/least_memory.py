@@ -21,9 +21,9 @@ _DATA_PARALLEL_FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 
 def find_least_memory(cost_model: CostModel, *, grid: SearchSpace, family: str = "") -> Estimate | None:
-    """Return the candidate of a `family` (of any family by default) that needs least memory, by branch and bound.
+    """Return the estimate of the candidate that needs least memory, by branch and bound.
 
-    Return None if the search space has no such candidate.
+    With a `family`, consider only its candidates. Return None if the search space has no such candidate.
     """
     bounds = Bounds(cost_model=cost_model, grid=grid)
     tie_breaker = count()
@@ -44,12 +44,13 @@ def find_least_memory(cost_model: CostModel, *, grid: SearchSpace, family: str =
 
 
 def _needed_bytes(cost_model: CostModel, candidate: Candidate) -> float:
-    """Return the peak bytes on the device, plus the offloaded bytes that exceed the memory of the host."""
+    """Return the peak bytes on the device, plus the offloaded bytes that exceed the rank's share of the host."""
     memory, host = cost_model.memory(candidate), cost_model.host_limit_bytes
     return memory.peak_bytes + (0.0 if host is None else max(0.0, memory.host_bytes - host))
 
 
 def _recompute_nodes(cost_model: CostModel, grid: SearchSpace, family: str) -> Iterator[Candidate]:
+    """Yield the recompute nodes that may have leaves of the family."""
     for node in model_parallel_choices(cost_model.profile, cost_model.cluster, grid):
         if (
             not family
@@ -60,6 +61,7 @@ def _recompute_nodes(cost_model: CostModel, grid: SearchSpace, family: str) -> I
 
 
 def _expand_node(node: Candidate, level: int, cost_model: CostModel, grid: SearchSpace) -> Iterator[Candidate]:
+    """Yield the schedule nodes of a recompute node (level 0), or the leaves of a schedule node (level 1)."""
     profile = cost_model.profile
     if level == 0:
         for child in microbatch_choices(node, profile, grid):

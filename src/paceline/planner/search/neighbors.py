@@ -11,22 +11,24 @@ from paceline.planner.cost.estimate import Estimate
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.search.search_space import SearchSpace, is_in_search_space, micro_batch_sizes
 
-_AXES = ("pp", "tp", "cp")
-_MAX_CHANGES = 3
-_MAX_DEPTH = 2
+_AXES = ("pp", "tp", "cp")  # the axes that a change may double
+_MAX_CHANGES = 3  # the number of changed candidates to return
+_MAX_DEPTH = 2  # the number of changes of one candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of a candidate, the new estimate, and the `seconds` that it adds to the step (negative if faster)."""
+    """A change of a candidate."""
 
     description: str
     estimate: Estimate
+    """The estimate of the changed candidate."""
     seconds: float
+    """The seconds that the change adds to the step; negative if the step becomes shorter."""
 
     @override
     def __str__(self) -> str:
-        """Return e.g. `remat=full: 61.2 GiB, +2.1 s a step (+14%)`."""
+        """Return e.g. `remat=full: 61.2 GiB, +2.1 s per step (+14%)`."""
         before = self.estimate.step_seconds - self.seconds
         sign = "+" if self.seconds >= 0 else "-"
         peak = format_size(round(self.estimate.peak_bytes))
@@ -35,7 +37,7 @@ class Change:
 
 
 def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
-    """Return changes to the three fastest candidates that fit after one change; if none fits, after two changes."""
+    """Return the changes to the three fastest candidates that fit after one change or, if none fits, after two."""
     visited = {estimate.candidate}
     frontier: list[tuple[str, Candidate]] = [("", estimate.candidate)]
     for _ in range(_MAX_DEPTH):
@@ -56,9 +58,9 @@ def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchS
 
 
 def neighbors(candidate: Candidate, cost_model: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
-    """Yield a description and the new candidate for each change that may save memory and stays in the search space.
+    """Yield a description and the new candidate for each single change that may save memory.
 
-    No change affects the number of ranks or the numerics of the training.
+    The new candidates are in the search space. The number of ranks and the training stay the same.
     """
     for description, neighbor in _candidate_changes(candidate, cost_model, grid):
         if is_in_search_space(neighbor, cost_model.profile, cost_model.cluster, grid):
@@ -68,6 +70,7 @@ def neighbors(candidate: Candidate, cost_model: CostModel, grid: SearchSpace) ->
 def _candidate_changes(
     candidate: Candidate, cost_model: CostModel, grid: SearchSpace
 ) -> Iterator[tuple[str, Candidate]]:
+    """Yield the results of `neighbors`, and also candidates that are not in the search space."""
     c = candidate
     for remat in grid.remat[grid.remat.index(c.remat) + 1 :] if c.remat in grid.remat else ():
         yield f"remat={remat}", replace(c, remat=remat)
@@ -106,6 +109,7 @@ def _with_larger_axis(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]
 
 
 def _replace_sizes(c: Candidate, sizes: dict[str, int]) -> Candidate:
+    """Return the candidate with other axis sizes; without ZeRO, nothing is offloaded and parameters are float32."""
     values = {name: getattr(c, name) for name in c.__dataclass_fields__} | sizes
     if not values["zero"]:
         values |= {"offload": (), "params": "fp32"}

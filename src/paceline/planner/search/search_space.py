@@ -1,8 +1,8 @@
 """Generate the search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
 
-Each level of the tree decides more of a candidate: first the axes that split the model, then activation checkpointing,
-the microbatch size and the schedule. A leaf also decides how the replicas shard the training state. Impossible
-candidates are not generated.
+Each level of the tree decides more of a candidate: first the axes that split the model, then activation checkpointing
+(a recompute node), the microbatch size (a microbatch node) and the schedule (a schedule node). A leaf also decides how
+data parallelism shards the rest, so it is a complete candidate. Impossible candidates are not generated.
 """
 
 from collections.abc import Iterator
@@ -15,30 +15,36 @@ from paceline.planner.model_costs.model_profile import ModelProfile
 
 Offload = tuple[str, ...]
 FAMILY = "family"
+"""The prefix of the keys of `ModelProfile.refused` that refuse a whole family, as in `family=pp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The options that a search tries.
-
-    `virtual` applies to schedules that can have any number of stages per rank. If `micro_batch_size` is None, the
-    search tries several sizes. `params` is float32 by default: bfloat16 parameters round where a single process does
-    not, so only the user can choose them.
-    """
+    """The values of each option that a search tries."""
 
     pp: tuple[int, ...] | None = None
+    """The numbers of pipeline ranks; None for all that divide the ranks."""
     zero: tuple[int, ...] = (1, 2, 3)
+    """The ZeRO stages of layouts that shard."""
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv")
     virtual: tuple[int, ...] = (2, 3, 4, 6, 8)
+    """The numbers of stages per rank, for schedules that allow any number."""
     micro_batch_size: int | None = None
+    """The only microbatch size; None for all sizes of `micro_batch_sizes`."""
     remat: tuple[str, ...] = ("none", "selective", "full")
     offload: tuple[Offload, ...] = ((), ("optimizer",), ("optimizer", "parameters"))
+    """The sets of training state to offload together."""
     params: tuple[str, ...] = ("fp32",)
+    """The dtypes in which fsdp gathers parameters.
+
+    Parameters in bfloat16 round where a single process does not, so only the user can choose them.
+    """
     sequence: tuple[bool, ...] = (False, True)
+    """Whether tp uses sequence parallelism."""
 
 
 def model_parallel_choices(profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield the sizes of pp, tp, cp and ep. The remaining ranks are replicas that are not sharded yet."""
+    """Yield a node for each combination of sizes of pp, tp, cp and ep. The other ranks are unsharded replicas."""
     for pp in _divisors(cluster.ranks):
         if pp > max(1, len(profile.blocks)) or (grid.pp and pp not in grid.pp):
             continue
@@ -62,7 +68,7 @@ def model_parallel_choices(profile: ModelProfile, cluster: Cluster, grid: Search
 
 
 def recompute_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield the choices of activation checkpointing (needs blocks) and of sequence parallelism (needs tp)."""
+    """Yield the node with each choice of activation checkpointing (needs blocks) and `sequence` (needs tp)."""
     for remat in grid.remat if profile.blocks else ("none",):
         for sequence in grid.sequence if node.tp > 1 else (False,):
             child = node.replace(remat=remat, sequence=sequence)
@@ -71,14 +77,14 @@ def recompute_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace)
 
 
 def microbatch_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield the microbatch sizes."""
+    """Yield the node with each microbatch size."""
     for size in micro_batch_sizes(profile.global_batch_size, node.replicas, grid):
         if f"{MICRO_BATCH_KEY}={size}" not in profile.refused:
             yield node.replace(micro_batch_size=size)
 
 
 def schedule_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield the schedules, without those that gain nothing over 1f1b or whose forecast is not reliable."""
+    """Yield the node with each schedule that the cost model can forecast reliably."""
     if node.pp == 1:
         yield node
         return
@@ -93,7 +99,7 @@ def schedule_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) 
 def data_parallel_choices(
     node: Candidate, profile: ModelProfile, cluster: Cluster, grid: SearchSpace
 ) -> Iterator[Candidate]:
-    """Yield complete candidates: how many ranks shard and replicate, the ZeRO stage, and which state is offloaded."""
+    """Yield the node with each choice of shards and copies, ZeRO stage, offloaded state and dtype of parameters."""
     for shard in _divisors(node.replicas):
         if shard == 1:
             if not is_layout_refused(node, profile):
@@ -115,7 +121,7 @@ def data_parallel_choices(
 
 
 def candidates(profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield all candidates of the search space."""
+    """Yield all candidates of the search space, the leaves of its tree."""
     for model_parallel_node in model_parallel_choices(profile, cluster, grid):
         for recompute_node in recompute_choices(model_parallel_node, profile, grid):
             for microbatch_node in microbatch_choices(recompute_node, profile, grid):
@@ -154,7 +160,7 @@ def is_layout_refused(candidate: Candidate, profile: ModelProfile) -> bool:
 
 
 def option_keys(candidate: Candidate) -> Iterator[str]:
-    """Yield the keys of `ModelProfile.refused` that apply to a candidate, except that of its microbatch size.
+    """Yield the keys under which `ModelProfile.refused` may refuse an axis or an option of a candidate.
 
     Examples are `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload` and `sequence`.
     """
@@ -173,23 +179,24 @@ def option_keys(candidate: Candidate) -> Iterator[str]:
 
 
 def micro_batch_sizes(global_batch_size: int, replicas: int, grid: SearchSpace) -> list[int]:
-    """Return the microbatch sizes that divide a replica's samples evenly.
+    """Return the microbatch sizes to try, in ascending order.
 
-    If the number of replicas does not divide the batch, return one size for each number of microbatches.
+    They divide a replica's samples evenly. If the number of replicas does not divide the batch, they are the smallest
+    size for each number of microbatches. If the search space sets the size, it is the only one.
     """
     samples_per_replica = -(-global_batch_size // replicas)
     if grid.micro_batch_size is not None:
         return [grid.micro_batch_size] if grid.micro_batch_size <= samples_per_replica else []
     if global_batch_size % replicas == 0:
         return _divisors(samples_per_replica)
-    return sorted({-(-samples_per_replica // rounds) for rounds in range(1, samples_per_replica + 1)})
+    return sorted({-(-samples_per_replica // num_micro) for num_micro in range(1, samples_per_replica + 1)})
 
 
 def _schedules(node: Candidate, profile: ModelProfile, grid: SearchSpace) -> Iterator[tuple[str, int]]:
-    """Yield schedules with their number of stages per rank.
+    """Yield each schedule with each number of stages per rank.
 
-    Blocks that are recomputed or tensor parallel cannot split their backward, so schedules that defer weight gradients
-    are left out for them.
+    Schedules that defer weight gradients are left out if blocks are recomputed or tensor parallel, because such blocks
+    cannot split their backward.
     """
     for name in grid.schedules:
         if name in SPLIT_BACKWARD_SCHEDULES and (node.remat != "none" or node.tp > 1):

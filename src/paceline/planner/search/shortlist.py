@@ -1,4 +1,4 @@
-"""Choose the candidates of a plan that are timed on the target cluster, and put measured seconds into estimates."""
+"""Choose the candidates of a plan to time on the target cluster, and put the measured seconds into their estimates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,30 +16,33 @@ from paceline.planner.search.search_space import SearchSpace, candidates
 MAX_TRIALS = 9
 _MAX_PER_FAMILY = 3
 _NEAR_RATIO = 1.6  # relative to the fastest forecast: closed forms may be wrong by this factor
-_MAX_CANDIDATES = 20_000
-_MIN_SECONDS = 1e-6
-_TUPLE_FIELDS = ("blocks", "between")
+_MAX_CANDIDATES = 20_000  # only this many candidates of the search space are estimated
+_MIN_SECONDS = 1e-6  # no step is as fast as this
+_TUPLE_FIELDS = ("blocks", "between")  # of `MeasuredTime`; JSON stores them as lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingTrial:
-    """A layout to time, as a user would type it, with its settings.
-
-    `peak_fraction` is the peak as a fraction of the usable memory, `state_fraction` that of the training state;
-    `seconds` is the forecast step time, 0 if there is none.
-    """
+    """A layout to time, with its settings and its forecast."""
 
     candidate: str
+    """The name of the candidate, under which the measured time is reported."""
     layout: str
+    """The value to type after `--layout`."""
     micro_batch_size: int
     min_blocks: int
+    """The smallest number of blocks of a model that can be timed in this layout."""
     peak_fraction: float
+    """The peak memory as a fraction of the usable memory."""
     state_fraction: float = 0.0
+    """The training state as a fraction of the usable memory."""
     seconds: float = 0.0
+    """The forecast step time; 0 if there is none."""
     stages: str = ""
+    """The value of `place.stages`: the number of blocks of each stage; empty if all stages have as many."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields, for the other ranks."""
+        """Return the fields, for the other ranks."""
         return asdict(self)
 
 
@@ -58,9 +61,10 @@ def shortlist(
     max_trials: int = MAX_TRIALS,
     extra_candidates: Collection[str] = (),
 ) -> list[Estimate]:
-    """Return the best fitting candidate of each family and others that are nearly as fast, the fastest first.
+    """Return the candidates to time, the fastest first.
 
-    The candidates named in `extra_candidates` are included if they fit.
+    These are the fastest candidate of each family that fits, others that are nearly as fast up to `max_trials` in all,
+    and the candidates named in `extra_candidates` if they fit.
     """
     grid = grid or SearchSpace()
     considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)
@@ -93,7 +97,10 @@ def shortlist(
 
 
 def timing_order(options: Sequence[Estimate]) -> list[Estimate]:
-    """Return the order in which to time candidates: the best of each promising family first, as time may run out."""
+    """Return the candidates in the order in which to time them, because time may run out.
+
+    First comes the best of each family that is nearly as fast as the fastest, then the rest.
+    """
     ordered = sorted(options, key=sort_key)
     nearly_as_fast = [
         estimate for estimate in ordered if estimate.step_seconds <= _NEAR_RATIO * ordered[0].step_seconds
@@ -103,7 +110,7 @@ def timing_order(options: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _without_remat(candidate: Candidate) -> Candidate:
-    """Return the candidate without activation checkpointing. It is faster, so it is preferred if it fits."""
+    """Return the candidate without activation checkpointing, which is faster."""
     return replace(candidate, remat="none")
 
 
@@ -113,7 +120,7 @@ def _num_chosen_of_family(estimate: Estimate, family_estimates: Sequence[Estimat
 
 
 def timing_trial(estimate: Estimate) -> TimingTrial:
-    """Return what the ranks need to time a layout. Each stage has at least two blocks, so that each has a neighbour."""
+    """Return the trial for an estimate. Each stage has at least two blocks, so that each block has a neighbour."""
     candidate = estimate.candidate
     return TimingTrial(
         candidate=str(candidate),
@@ -128,7 +135,7 @@ def timing_trial(estimate: Estimate) -> TimingTrial:
 
 
 def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
-    """Return the measured times by candidate, read from their JSON.
+    """Return the measured times by candidate, from their JSON.
 
     Raises:
         ValueError, KeyError, TypeError: the content is not valid.
@@ -143,7 +150,10 @@ def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
 
 
 def apply_measured_times(estimates: Sequence[Estimate], measured_times: Mapping[str, MeasuredTime]) -> list[Estimate]:
-    """Return the estimates with measured seconds, sorted. Untimed forecasts are scaled by the median time ratio."""
+    """Return the estimates with their measured seconds, the fastest first.
+
+    Forecasts of layouts that were not timed are multiplied by the median time ratio of the timed ones.
+    """
     default_ratio = median_time_ratio(estimates, measured_times)
     return sorted(
         (apply_measured_time(estimate, measured_times, default_ratio=default_ratio) for estimate in estimates),
@@ -152,7 +162,7 @@ def apply_measured_times(estimates: Sequence[Estimate], measured_times: Mapping[
 
 
 def median_time_ratio(estimates: Sequence[Estimate], measured_times: Mapping[str, MeasuredTime]) -> float:
-    """Return the median ratio of measured to forecast seconds, 1 if nothing was timed."""
+    """Return the median ratio of measured to forecast seconds; 1 if nothing was timed."""
     ratios = [
         measured_times[key].seconds / estimate.step_seconds
         for estimate in estimates
@@ -164,7 +174,7 @@ def median_time_ratio(estimates: Sequence[Estimate], measured_times: Mapping[str
 def apply_measured_time(
     estimate: Estimate, measured_times: Mapping[str, MeasuredTime], *, default_ratio: float
 ) -> Estimate:
-    """Return the estimate with its measured seconds or, if it was not timed, with its forecast × `default_ratio`."""
+    """Return the estimate with its measured seconds or, if it was not timed, `default_ratio` × its forecast."""
     measured_time = measured_times.get(str(estimate.candidate))
     ratio = default_ratio if measured_time is None else measured_time.seconds / estimate.step_seconds
     return replace(estimate, seconds=estimate.seconds.scaled_by(ratio), measured_time=measured_time)

@@ -1,4 +1,4 @@
-"""Simulate one step of a candidate in virtual time: its schedule runs with the cost model's stage and message times."""
+"""Simulate one step of a candidate in virtual time. Stages and messages take the times of the cost model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ from paceline.schedule.registry import build
 from paceline.schedule.timeline import Timeline
 
 COMMUNICATION_KINDS = ("tensor", "context", "experts", "gather")
-_ROUNDING = 1e-12
+"""The fields of `StepTime` that count messages of every microbatch."""
+_ROUNDING = 1e-12  # collectives are left out if they take a smaller fraction of the forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateSimulation:
-    """A simulated step of one candidate.
-
-    `seconds` has averages over the ranks, by purpose. Their sum is the step time. `estimate` is the closed-form
-    forecast. `flops` are the model FLOPs of all ranks, as MFU counts them; `peak_flops_per_second` is the peak of one
-    device.
-    """
+    """A simulated step of one candidate."""
 
     estimate: Estimate
+    """The forecast by closed forms."""
     seconds: dict[str, float]
+    """The simulated seconds by purpose, averaged over the ranks; they sum to the step time."""
     simulated_step: SimulatedStep
     samples: int
+    """The samples of a step."""
     length: int
+    """The positions of a sample; 1 if samples have no length."""
     flops: float
+    """The model FLOPs of a step over all ranks, as MFU counts them."""
     peak_flops_per_second: float
+    """The peak rate of one device."""
 
     @property
     def step_seconds(self) -> float:
@@ -48,17 +50,17 @@ class CandidateSimulation:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step, or the samples of a step if samples have no length."""
+        """The tokens of a step, or its samples if samples have no length."""
         return self.samples * self.length
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs as a fraction of the devices' peak in a step (Chowdhery et al., "PaLM", 2022)."""
+        """The model FLOPs of a step as a fraction of what all devices could compute at their peak rate in that time."""
         return self.flops / (self.step_seconds * self.ranks * self.peak_flops_per_second)
 
     @property
     def bubble(self) -> float:
-        """The fraction of the step that the schedule leaves idle."""
+        """The fraction of the step that the pipeline schedule leaves idle."""
         return self.simulated_step.bubble
 
     @property
@@ -68,11 +70,11 @@ class CandidateSimulation:
 
     @property
     def relative_difference(self) -> float:
-        """The simulated step time relative to the closed-form forecast, minus 1."""
+        """The relative difference of the simulated step time from the forecast by closed forms."""
         return self.step_seconds / self.estimate.step_seconds - 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values by name, for scripts; `planned_seconds` are those of the closed forms."""
+        """Return the values by name, for scripts. Names with `planned` have the forecast by closed forms."""
         estimate = self.estimate
         return {
             "layout": estimate.layout,
@@ -98,7 +100,7 @@ class CandidateSimulation:
 
 
 def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> CandidateSimulation:
-    """Simulate one step. Only the pipeline of one replica is simulated, so thousands of ranks take no longer.
+    """Simulate one step. Only the pipeline of one replica is simulated, so more replicas take no longer.
 
     Raises:
         LayoutError: there are more stages than blocks.
@@ -142,19 +144,20 @@ def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> Candid
 
 @dataclass(frozen=True, kw_only=True)
 class _StageTimes:
-    """The seconds of one microbatch in one stage.
-
-    `backward_input` includes the recomputation (`recompute`); `messages` are the forward and backward seconds by kind.
-    """
+    """The seconds of one microbatch in one stage, with messages apart."""
 
     forward: float
     backward_input: float
+    """Backward for inputs, with the recomputation."""
     backward_weight: float
     recompute: float
+    """Recomputation."""
     messages: dict[str, tuple[float, float]]
+    """Exposed messages in (forward, backward), by `COMMUNICATION_KINDS`."""
 
 
 def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes:
+    """Return the cost model's times of a stage, separated into compute and messages."""
     without_sharding, with_sharding = (
         cost_model.stages_without_sharding(c)[stage],
         cost_model.stages_with_sharding(c)[stage],
@@ -162,8 +165,8 @@ def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes
     forward = backward = tensor = experts = 0.0
     for part, (count, cost) in enumerate(zip(cost_model.part_counts(c)[stage], cost_model.layer_costs(c), strict=True)):
         if count:
-            is_block = part >= 2  # parts 0 and 1 are the layers before and after the blocks
-            # a pass: forward, backward and, with full remat, the recomputed forward of a block
+            is_block = part >= 2  # parts 0 and 1 are those before and after the blocks
+            # the passes are forward, backward and, with full remat, the recomputed forward of a block
             num_passes = 3 if c.remat == "full" and is_block else 2
             forward += count * cost.forward
             backward += count * (cost.backward_input + cost.recompute)
@@ -189,7 +192,7 @@ def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes
 
 
 def _message_collectives(stage_times: list[_StageTimes]) -> Iterator[Collective]:
-    """Yield the collectives of forward and backward. Their seconds include only what compute does not hide."""
+    """Yield the collectives of forward and backward. They do not overlap compute: their seconds are exposed ones."""
     for kind in COMMUNICATION_KINDS:
         for direction, point in enumerate((StepPoint.FORWARD, StepPoint.BACKWARD)):
             seconds = [max(0.0, times.messages[kind][direction]) for times in stage_times]
@@ -198,6 +201,7 @@ def _message_collectives(stage_times: list[_StageTimes]) -> Iterator[Collective]
 
 
 def _end_seconds_by_rank(cost_model: CostModel, c: Candidate, program: Program) -> list[dict[str, float]]:
+    """Return, for each pipeline rank, the seconds of its work at the end of the step, by field of `StepTime`."""
     counts, time_ratio = cost_model.part_counts(c), cost_model.time_ratio(c.family)
     seconds_by_stages = {
         stages: {name: time_ratio * seconds for name, seconds in end.items()}
@@ -210,7 +214,10 @@ def _end_seconds_by_rank(cost_model: CostModel, c: Candidate, program: Program) 
 
 
 def _gradient_collective(program: Program, seconds: list[float]) -> Collective:
-    """Return the gradient collective. The reduction of a rank begins when its first stage has finished its backward."""
+    """Return the collective that reduces gradients, from the `seconds` that it takes on each pipeline rank.
+
+    On each rank, it begins when the rank's first stage has finished its backward.
+    """
     first_stage_seconds = {min(program.stages_of(rank)): rank_seconds for rank, rank_seconds in enumerate(seconds)}
     stage_seconds = [first_stage_seconds.get(stage, 0.0) for stage in range(program.num_stages)]
     return Collective(name="gradients", point=StepPoint.END, seconds=stage_seconds)

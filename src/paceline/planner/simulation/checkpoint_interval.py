@@ -1,4 +1,4 @@
-"""Compute the optimal checkpoint interval: exactly, by the approximations of Young and Daly, and in whole steps."""
+"""Compute the optimal checkpoint interval: the exact one, the approximations of Young and Daly, and in whole steps."""
 
 from math import inf, isfinite, log1p, sqrt
 
@@ -10,8 +10,8 @@ def best_interval(*, hazard: FailureModel) -> float:
     """Return the seconds between checkpoints that maximize the useful time; infinite if the failure rate is 0.
 
     With λ failures per second, an interval i and a stall s, the useful time has its maximum where
-    (1 - λi) e^(λ(i+s)) = 1, independently of the times of restarts and writes. The result is at least the time to write
-    a checkpoint; it is 0 if checkpoints cost no time.
+    (1 - λi) e^(λ(i+s)) = 1. The times of restarts and writes do not matter, except that the result is at least the time
+    to write a checkpoint. The result is 0 if checkpoints take no time.
     """
     if hazard.rate == 0:
         return inf
@@ -28,7 +28,7 @@ def young_interval(*, hazard: FailureModel) -> float:
 
 
 def daly_interval(*, hazard: FailureModel) -> float:
-    """Return the higher-order approximation (Daly 2006); it is M (`mean_seconds`) if the stall is at least 2 M."""
+    """Return the higher-order approximation (Daly 2006), or `mean_seconds` if a stall takes at least twice as long."""
     half = hazard.stall_seconds / (2 * hazard.mean_seconds)
     if half >= 1:
         return hazard.mean_seconds
@@ -36,7 +36,7 @@ def daly_interval(*, hazard: FailureModel) -> float:
 
 
 def best_interval_in_steps(*, hazard: FailureModel, step_seconds: float) -> int:
-    """Return the best number of whole steps between checkpoints.
+    """Return the number of whole steps between checkpoints that maximizes the useful time.
 
     Raises:
         UsageError: the step time is not above 0, or the failure rate is 0, so that no interval is optimal.
@@ -53,7 +53,10 @@ def best_interval_in_steps(*, hazard: FailureModel, step_seconds: float) -> int:
 
 
 def _inverse_gap(stall: float) -> float:
-    """Return the u in [0, 1) with -u - log(1 - u) = `stall`, by bisection; the function is increasing."""
+    """Return the u in [0, 1) with `_gap(u)` = `stall`, by bisection, because `_gap` is increasing.
+
+    For a stall of λs (see `best_interval`), u is λi.
+    """
     if not stall:
         return 0.0
     low, high = 0.0, 1.0
@@ -67,7 +70,7 @@ def _inverse_gap(stall: float) -> float:
 
 
 def _gap(u: float) -> float:
-    """Return -u - log(1 - u), by its power series for small u, where the difference would lose digits."""
+    """Return -u - log(1 - u). For small u, sum the power series, because the difference would lose digits."""
     if u >= 1:
         return inf
     if u >= 0.01:

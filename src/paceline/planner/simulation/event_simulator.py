@@ -1,7 +1,7 @@
 """Simulate a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
 
-The pipeline of a typical replica (without slow ranks) is simulated action by action, and so is each replica with slow
-ranks. The remaining replicas behave like the typical replica and are only counted.
+The pipeline of one replica without slow ranks is simulated action by action, and so is that of each replica with slow
+ranks. All other replicas behave like the first one, so they are only counted.
 """
 
 from collections import Counter
@@ -27,22 +27,25 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank of one replica's pipeline whose stages take `factor` times as long to compute."""
+    """A rank that computes slowly."""
 
     rank: int
+    """The position of the rank in the pipeline of its replica."""
     factor: float
+    """How many times as long the computes of the rank take, at least 1."""
     replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A simulated step. The four `..._seconds` are averages over the ranks; they sum to `step_seconds`."""
+    """A simulated step. The four fields in seconds are averages over the ranks; they sum to `step_seconds`."""
 
     ranks: int
+    """The number of ranks of all replicas."""
     compute_seconds: float
-    """The time of computes."""
+    """The time of computes and of the update, without slow ranks."""
     bubble_seconds: float
-    """The idle time if communication took no time."""
+    """The time that a rank would be idle if communication took no time."""
     exposed_seconds: float
     """The time that communication adds."""
     slow_seconds: float
@@ -67,7 +70,7 @@ class SimulatedStep:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The timeline of the first replica's pipeline, for `draw`; computes include exposed collectives."""
+        """The timeline of the first replica's pipeline. Its computes include exposed collectives."""
         return self.replica_timeline(0)
 
     def replica_timeline(self, replica: int) -> Timeline:
@@ -76,7 +79,7 @@ class SimulatedStep:
         return Timeline(name=walk.program.name, num_ranks=walk.program.num_ranks, spans=walk.spans)
 
     def amount_per_day(self, *, amount_per_step: float, goodput: Goodput | None = None) -> float:
-        """Return the samples or tokens per day that no failure discards, with `amount_per_step` of them per step."""
+        """Return the samples or tokens per day that no failure discards; a step has `amount_per_step` of them."""
         useful_fraction = 1.0 if goodput is None else goodput.useful
         return amount_per_step * useful_fraction * DAY_SECONDS / self.step_seconds
 
@@ -91,11 +94,12 @@ def simulate_step(
     slow_ranks: Sequence[SlowRank] = (),
     update_seconds: float = 0.0,
 ) -> SimulatedStep:
-    """Simulate one step of a valid program, which `build` or `check` returns, on `replicas` replicas of its pipeline.
+    """Simulate one step of a valid program on `replicas` replicas of its pipeline.
 
-    Each stage has `ranks_per_stage` ranks. `costs` has the seconds of computes without collectives, and of the messages
-    between stages. A collective at the end joins all replicas: it begins when the slowest replica has its gradients.
-    Then every rank takes `update_seconds`, and the step ends with the last rank.
+    Programs from `build` are valid, and `check` checks others. Each stage has `ranks_per_stage` ranks. `costs` has the
+    times of computes without collectives, and of the messages between stages. A collective at the end of the step joins
+    all replicas: it begins when the slowest replica has its gradients. Then every rank takes `update_seconds`. The step
+    ends when the last rank has finished.
 
     Raises:
         UsageError: a time, a count or a slow rank is invalid.
@@ -122,7 +126,7 @@ def simulate_step(
             slow_costs = slow_down_rank(program, costs=slow_costs, rank=slow_rank.rank, factor=slow_rank.factor)
         return run_walk(with_collectives(program, costs=slow_costs, collectives=collectives))
 
-    free_walk = run_walk(replace(costs, transfer=0.0, latency=0.0, ready=0.0))
+    free_walk = run_walk(replace(costs, transfer=0.0, latency=0.0, ready=0.0))  # communication takes no time
     slow_ranks_by_replica = _group_by_replica(slow_ranks)
     typical_walk = walk_with_slow_ranks(())
     walks_by_slow_ranks = {group: walk_with_slow_ranks(group) for group in set(slow_ranks_by_replica.values())}
@@ -143,7 +147,10 @@ def simulate_step(
 
 
 def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
-    """Return the sorted slow ranks of each replica. Replicas with equal slow ranks get equal tuples."""
+    """Return the sorted slow ranks of each replica, with `replica` set to 0.
+
+    Replicas with equal slow ranks have equal values, so that one simulation serves all of them.
+    """
     by_replica: dict[int, set[SlowRank]] = {}
     for slow_rank in slow_ranks:
         by_replica.setdefault(slow_rank.replica, set()).add(replace(slow_rank, replica=0))
@@ -154,7 +161,10 @@ def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRan
 
 
 def finish_time(walks: Sequence[WalkResult], collectives: Sequence[Collective]) -> float:
-    """Return the time at which the last rank has finished, with gradient collectives over these replicas."""
+    """Return the time at which the last rank has finished the step, without the update.
+
+    Each walk is the pipeline of one replica. The gradient collectives join these replicas.
+    """
     program = walks[0].program
     last_computes = [_last_computes(walk) for walk in walks]
     finish = max(max(walk.end_times) for walk in walks)
@@ -173,7 +183,7 @@ def finish_time(walks: Sequence[WalkResult], collectives: Sequence[Collective]) 
 
 
 def _last_computes(walk: WalkResult) -> dict[int, tuple[float, float]]:
-    """Return the start and stop of each stage's last compute."""
+    """Return, by stage, the start and the stop of its last compute."""
     last_actions: dict[tuple[int, int], int] = {}
     for rank, row in enumerate(walk.program.actions):
         missing = set(walk.program.stages_of(rank))
@@ -191,7 +201,7 @@ def _last_computes(walk: WalkResult) -> dict[int, tuple[float, float]]:
 
 
 def _compute_seconds(program: Program, costs: Costs) -> float:
-    """Return the compute seconds of a rank, averaged over the ranks."""
+    """Return the compute seconds of the program, averaged over the ranks."""
     counts = Counter((action.op, action.stage) for row in program for action in row)
     distinct_actions = (Action(op=op, stage=stage, microbatch=0) for op, stage in counts if op.is_compute)
     return sum(counts[kind.op, kind.stage] * costs.seconds(kind) for kind in distinct_actions) / program.num_ranks
@@ -200,6 +210,7 @@ def _compute_seconds(program: Program, costs: Costs) -> float:
 def _refuse_bad_ranks(
     program: Program, *, replicas: int, ranks_per_stage: int, slow_ranks: Iterable[SlowRank], update_seconds: float
 ) -> None:
+    """Raise UsageError if a count, the update time or a slow rank is invalid."""
     for label, value in (("replicas", replicas), ("ranks a stage", ranks_per_stage)):
         if value < 1:
             raise UsageError(f"{value} {label}: at least 1 is needed.")

@@ -1,4 +1,4 @@
-"""Compute the exposed communication of a simulated step, by collective."""
+"""Compute how much each kind of communication adds to a simulated step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,11 @@ STAGE_MESSAGES = "borders"  # the messages between stages, as a key of the simul
 
 
 def exposed_seconds_by_name(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> dict[str, float]:
-    """Return the seconds that messages between stages (`borders`) and each collective, by name, add to the step.
+    """Return the seconds that messages between stages (`borders`) and collectives add to the step, by name.
 
-    They sum to the time that the step would save if communication took no time. The program must run to its end, which
-    `simulate_step` ensures.
+    The messages are added to the simulation first, then the collectives in their order, one name at a time. The seconds
+    sum to the time that the step would save if communication took no time. The program must be valid, as for
+    `simulate_step`.
     """
     free_costs = replace(costs, transfer=0.0, latency=0.0, ready=0.0)
     walk = walk_actions(program, costs=free_costs)

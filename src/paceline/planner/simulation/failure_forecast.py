@@ -19,43 +19,48 @@ from paceline.planner.simulation.goodput import (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCosts:
-    """The costs of a checkpoint, and the number of steps between two checkpoints (`every`).
-
-    If `every` is None, only the best interval is computed. Training stops for `stall_seconds`, and the checkpoint is
-    written `write_seconds` later. After a failure, training resumes `restart_seconds` later from the newest written
-    checkpoint.
-    """
+    """The costs of checkpoints and restarts, and the checkpoint interval that the user requested."""
 
     stall_seconds: float = 60.0
+    """The time for which a checkpoint stops training."""
     write_seconds: float = 0.0
+    """The time from the end of the stall until the checkpoint is completely written."""
     restart_seconds: float = 300.0
+    """The time from a failure until training resumes from the newest written checkpoint."""
     every: int | None = None
+    """The requested number of steps between two checkpoints; None to forecast only the best interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureForecast:
-    """The goodput of a run: `best` with checkpoints every `best_every` steps, `requested` every `every` steps."""
+    """The goodput of a run under failures, at the best checkpoint interval and at the requested one."""
 
     ranks: int
     device_mean_seconds: float
+    """The mean time between two failures of one device."""
     hazard: FailureModel
+    """The failures of the whole run."""
     step_seconds: float
     best_every: int
+    """The best number of steps between two checkpoints."""
     best: Goodput
+    """The goodput with `best_every`."""
     every: int | None
+    """The requested number of steps between two checkpoints; None if none was requested."""
     requested: Goodput | None
+    """The goodput with `every`."""
 
     @property
     def gain(self) -> float:
-        """The useful fraction at the best interval minus the useful fraction at the requested interval."""
+        """The useful fraction at the best interval minus that at the requested one; 0 if none was requested."""
         return 0.0 if self.requested is None else self.best.useful - self.requested.useful
 
     def steps_a_day(self, result: Goodput) -> float:
-        """Return the number of steps per day that no failure discards."""
+        """Return the number of steps per day that no failure discards, with this goodput."""
         return result.useful * DAY_SECONDS / self.step_seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values by name; parts of time are fractions."""
+        """Return the values by name. The parts of a `Goodput` are fractions of the run's time."""
         values: dict[str, Any] = {
             "mean_seconds": self.hazard.mean_seconds,
             "device_mean_seconds": self.device_mean_seconds,

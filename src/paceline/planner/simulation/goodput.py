@@ -30,20 +30,20 @@ class FailureSource:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """The failure and checkpoint times of a run, in seconds.
-
-    `mean_seconds` is the mean time between two failures of the whole run (`combined_failure_interval` computes it from
-    the components). A checkpoint stops training for `stall_seconds`, and is completely written `write_seconds` later. A
-    failure stops training for `restart_seconds`: detection, start of the processes, loading.
+    """The times of failures and checkpoints of a run.
 
     Raises:
         UsageError: `mean_seconds` is not above 0, or another time is negative or not finite.
     """
 
     mean_seconds: float
+    """The mean time between two failures of the whole run; `combined_failure_interval` computes it."""
     stall_seconds: float
+    """The time for which a checkpoint stops training."""
     restart_seconds: float = 0.0
+    """The time for which a failure stops training: detection, start of the processes, loading."""
     write_seconds: float = 0.0
+    """The time from the end of the stall until the checkpoint is completely written."""
 
     def __post_init__(self) -> None:
         if not self.mean_seconds > 0:
@@ -64,9 +64,10 @@ class FailureModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The four parts of a long run's time, as fractions that sum to 1."""
+    """The parts of a long run's time. The fractions `useful`, `saving`, `restarting` and `redone` sum to 1."""
 
     interval_seconds: float
+    """The training time between two checkpoints."""
     useful: float
     """Training that no failure discards."""
     saving: float
@@ -100,16 +101,16 @@ def combined_failure_interval(sources: Iterable[FailureSource]) -> float:
 def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     """Return the goodput with a checkpoint after every `interval_seconds` of training; exact for a long run.
 
-    A segment is an interval i and a stall s. The next segment begins while the checkpoint is still written, which takes
-    w seconds. Let λ be the failures per second, R the restart time, x the mean time of a segment that begins after its
-    checkpoint is written, and y that of one that begins before. A failure costs a restart and repeats the segment; in
-    the second case, a failure within w also repeats the previous segment:
+    A segment is an interval i and a stall s. The next segment begins while the checkpoint is still being written, which
+    takes w seconds. Let λ be the failures per second and R the restart time. Let x be the mean time of a segment that
+    begins when the previous checkpoint is already written, and y that of a segment that begins before. A failure costs
+    a restart and repeats the segment. In the second case, a failure within w also repeats the previous segment:
 
         x = (e^(λ(i+s)) - 1) e^(λR) / λ,    y = e^(λw) x
 
-    Every finished segment is followed by one that begins before its checkpoint is written, so the useful fraction is
-    i / y. With w = 0 this is the model of Daly 2006 ("A higher order estimate of the optimum checkpoint interval for
-    restart dumps"); w has the same effect as a longer restart.
+    A segment that follows a finished segment begins before the checkpoint is written, so the useful fraction is i / y.
+    With w = 0, this is the model of Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart
+    dumps"). A write time w has the same effect as a restart that takes w longer.
 
     Raises:
         UsageError: the interval is not above 0, or shorter than the time to write a checkpoint.
@@ -136,9 +137,9 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
 
 
 def useful_fraction_by_simulation(*, hazard: FailureModel, interval_seconds: float, segments: int, seed: int) -> float:
-    """Return `Goodput.useful` of one random run until `segments` segments are safe: the naive version of `goodput`.
+    """Return `Goodput.useful` by the naive method, which simulates one random run.
 
-    It is slow if little time is useful.
+    The run ends when the checkpoints of `segments` segments are written. This takes long if little time is useful.
     """
     _refuse_bad_interval(hazard, interval_seconds)
     rng = Random(seed)
@@ -160,6 +161,7 @@ def useful_fraction_by_simulation(*, hazard: FailureModel, interval_seconds: flo
 
 
 def _time_to_failure(rng: Random, hazard: FailureModel) -> float:
+    """Return a random time until the next failure."""
     return rng.expovariate(hazard.rate) if hazard.rate else inf
 
 

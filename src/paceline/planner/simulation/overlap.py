@@ -1,4 +1,7 @@
-"""Add collectives other than pipeline messages to a step: when they run, and which part overlaps compute."""
+"""Add collectives to the times of a step. A collective runs at a point of the step, and compute can hide a part of it.
+
+Messages between pipeline stages are no collectives.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,20 +25,22 @@ class StepPoint(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of the ranks of a stage, on axes other than pp.
-
-    `seconds` is one number for all stages, or one for each. `overlap` is the fraction, 0 to 1, that can overlap the
-    stage's compute; the rest runs before or after it.
-    """
+    """A collective of the ranks of a stage, on axes other than pp."""
 
     name: str
     point: StepPoint
     seconds: PerStage
+    """The time of the collective: one number for all stages, or one for each."""
     overlap: float = 0.0
+    """The fraction, 0 to 1, that can overlap the stage's compute. The rest runs before or after the compute."""
 
 
 def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> Costs:
-    """Return costs whose computes include their collectives, and whose stages wait for the collectives at the start."""
+    """Return the costs with collectives added.
+
+    The time of each compute includes the collectives that run with it. Each stage waits for the collectives at the
+    start of the step.
+    """
     stages = range(program.num_stages)
 
     def add_collectives(seconds: Sequence[float], point: StepPoint) -> list[float]:
@@ -62,7 +67,7 @@ def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Co
 
 
 def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) -> Costs:
-    """Return the costs with one rank's computes taking `factor` times as long."""
+    """Return the costs with the computes of one rank multiplied by `factor`."""
 
     def slowed(value: PerStage) -> list[float]:
         return [
@@ -83,10 +88,10 @@ def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) 
 def gradient_ready_time(
     collectives: Iterable[Collective], *, stage: int, start: float, stop: float, link_free_time: float
 ) -> float:
-    """Return the time at which a stage's gradients are reduced, if its last backward runs from `start` to `stop`.
+    """Return the time at which the gradients of a stage are reduced.
 
-    The link is busy until `link_free_time`. The `overlap` fraction of each collective overlaps that backward; the rest
-    runs after it.
+    The last backward of the stage runs from `start` to `stop`. The link is busy until `link_free_time`. The `overlap`
+    fraction of each collective overlaps the backward, and the rest runs after it.
     """
     finish = link_free_time
     for collective in collectives:
@@ -97,7 +102,7 @@ def gradient_ready_time(
 
 
 def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> None:
-    """Check the times of all stages and the overlaps.
+    """Check the times of all stages, and the overlaps of collectives.
 
     Raises:
         UsageError: a time is negative, not finite or missing, or an overlap is not between 0 and 1.
@@ -122,6 +127,7 @@ def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[
 def _numbers_to_check(
     program: Program, costs: Costs, collectives: Iterable[Collective]
 ) -> Iterator[tuple[str, PerStage, int]]:
+    """Yield the name and the value of each time, and the numbers that it needs if it is a sequence."""
     stages = program.num_stages
     for name in ("forward", "backward_input", "backward_weight", "update", "ready"):
         yield name, getattr(costs, name), stages
@@ -134,6 +140,7 @@ def _numbers_to_check(
 
 
 def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float, *, stage: int) -> float:
+    """Return the time of a compute that takes `seconds` alone, with the collectives of its stage."""
     hidden = exposed = 0.0
     for collective in collectives:
         full_seconds = value_for_stage(collective.seconds, stage)
@@ -143,10 +150,10 @@ def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float,
 
 
 def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
-    """Return the time at which each stage may begin.
+    """Return the time at which each stage may begin its first forward.
 
-    A rank gathers the parameters of its stages in turn; a forward may begin as soon as the remaining collectives can
-    overlap with it.
+    A rank runs the collectives at the start of the step for one of its stages after the other. A forward may begin as
+    soon as it can overlap what remains of its stage's collectives.
     """
     start_collectives = [c for c in collectives if c.point is StepPoint.START]
     ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]

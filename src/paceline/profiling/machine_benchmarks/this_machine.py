@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.local_cluster import measured_cluster, node_memory
+from paceline.planner.hardware.local_cluster import available_memory, measured_cluster
 from paceline.profiling.calibration_store import median_forecast_ratios
 from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint, read_cached_benchmark
 from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machine
@@ -41,4 +41,6 @@ def cached_local_cluster(*, ranks: int, device: str) -> Cluster | None:
 
 def _make_cluster(probe: HardwareBenchmark, ranks: int, device: str) -> Cluster:
     longer, fuller = median_forecast_ratios(probe.fingerprint)
-    return replace(measured_cluster(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)
+    return replace(
+        measured_cluster(probe, ranks=ranks, memory_bytes=available_memory(device)), longer=longer, fuller=fuller
+    )

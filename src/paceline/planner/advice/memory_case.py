@@ -1,7 +1,4 @@
-"""Find the memory case of a model on a device.
-
-Case 1: the whole training fits on one device. Case 2: each layer fits alone. Case 3: a single layer does not fit.
-"""
+"""Find the memory case of a model: everything fits on one device, only single layers fit, or a layer does not fit."""
 
 from dataclasses import dataclass, replace
 
@@ -14,17 +11,16 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """The number of the memory case (1, 2 or 3), and what the case means for this model and this device."""
+    """The memory case of a model on a device."""
 
     number: int
+    """1: everything fits on one device. 2: only single layers fit. 3: a layer does not fit."""
     description: str
+    """What the case means for this model and this device."""
 
 
 def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) -> MemoryCase:
-    """Return the memory case without activation checkpointing and offloading.
-
-    The microbatch has the size that `grid` sets, or one sample.
-    """
+    """Return the memory case for the smallest microbatch, without activation checkpointing or offloading."""
     cluster, profile = cost_model.cluster, cost_model.profile
     limit, samples = cluster.device.memory_bytes, (grid or SearchSpace()).micro_batch_size or 1
     single_device = CostModel(
@@ -49,9 +45,9 @@ def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) 
 
 
 def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
-    """Return each part of the model with the memory, in bytes, that it needs if it is alone on a device.
+    """Return the parts of the model, each with the least bytes that a device needs for it.
 
-    These are its parameters, its gradients and its activations of one microbatch.
+    These are parameters, gradients, the activations of one microbatch, and the reserve of the device.
     """
     element_bytes = single_device.profile.element_bytes
     layer_costs = single_device.layer_costs(
