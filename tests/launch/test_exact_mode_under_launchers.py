@@ -126,7 +126,7 @@ def test_what_can_not_begin_once_more_is_refused_with_the_line_to_type(shop: Sho
 def test_exact_mode_that_only_the_job_asks_for_is_refused_by_the_command(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace("max_grad_norm=1.0,", 'max_grad_norm=1.0, settings={"train.exact": True},'))
     ended = launch(shop, *shop.command("train", "job.py", "--run-dir", "run", "--train.steps", "2"))
-    assert ended.code == 2 and "Job(settings=) requests it" in ended.text, ended.text
+    assert ended.code == 2 and "Job(settings=) requests exact mode" in ended.text, ended.text
     assert "to do: paceline train job.py --train.exact" in ended.text
     assert train(shop, "run", steps=2).code == 0
 

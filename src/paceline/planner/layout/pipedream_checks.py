@@ -76,6 +76,6 @@ class PipeDreamPlanning(RulePlanning):
         versions = ", ".join(str(stage_use.num_versions) for stage_use in usage)
         staleness = ", ".join(str(max(stage_use.staleness)) for stage_use in usage)
         yield (
-            f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; "
+            f"update: {update}, never flushed; {plural(micro_per_replica, 'microbatch')} per update; "
             f"weight versions by stage: {versions}; largest staleness by stage, in updates: {staleness}"
         )
