@@ -343,7 +343,9 @@ def test_a_replica_that_is_stuck_ends_the_step_by_the_clock(monkeypatch: pytest.
             return super().forward(x)
 
     made = built(make(Stuck, samples=17, batch=17), 2, micro=12, timeout_seconds=0.3)
-    with pytest.raises(RunError, match=r"(only 1 of 2 replicas arrived|of another replica did not end) within 0.3 s"):
+    with pytest.raises(
+        RunError, match=r"(only 1 of 2 replicas reached a collective|of another replica did not end) within 0.3 s"
+    ):
         made.step.run(next(feed(made)))
     leave.set()
     made.close()

@@ -111,7 +111,7 @@ class ThreadRendezvous:
         raise (
             PeerFailed
             if is_in_time
-            else self._timeout_error(f"only {round_.num_posted} of {self.replicas} replicas arrived")
+            else self._timeout_error(f"only {round_.num_posted} of {self.replicas} replicas reached a collective")
         )
 
     def _timeout_error(self, message: str) -> RunError:

@@ -88,7 +88,7 @@ def step_lines(simulated: CandidateSimulation, cost_model: CostModel) -> Iterato
     per_device = f", {_format_rate(rate / simulated.ranks)} of each device" if simulated.ranks > 1 else ""
     yield f"  {_format_rate(rate)} {unit}s a second{per_device}; MFU {simulated.mfu:.1%}"
     forecast_seconds = simulated.estimate.step_seconds
-    yield f"  the closed forms of the plan: {format_precise_duration(forecast_seconds)}; the simulated step is {format_change(simulated.relative_difference, digits=1)}"
+    yield f"  the closed forms of the plan: {format_precise_duration(forecast_seconds)}; the simulated step differs by {format_change(simulated.relative_difference, digits=1)}"
 
 
 def _format_rate(number: float) -> str:

@@ -49,7 +49,7 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
         num_ticks = max(1, round(span.seconds / tick_seconds))
         line.append(Cell(tick=first_tick, num_ticks=num_ticks, label=action_label(span.action, with_stage=with_stage)))
     total_ticks = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
-    ticks_per_panel = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
+    ticks_per_panel = max(1, (width - _RANK_COLUMN_WIDTH) // _cell_width(lines))
     panels = [
         draw_panel(lines, first=first, last=min(first + ticks_per_panel, total_ticks))
         for first in range(0, total_ticks, ticks_per_panel)
@@ -63,9 +63,9 @@ def draw_panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str
     rows = []
     for rank, line in enumerate(lines):
         line_text, marks = _draw_line(line, first=first, last=last, cell_width=cell_width)
-        rows.append(f"rank {rank}".ljust(_LABEL_WIDTH) + line_text.rstrip())
+        rows.append(f"rank {rank}".ljust(_RANK_COLUMN_WIDTH) + line_text.rstrip())
         if marks.strip():
-            rows.append(" " * _LABEL_WIDTH + marks.rstrip())
+            rows.append(" " * _RANK_COLUMN_WIDTH + marks.rstrip())
     return "\n".join(rows)
 
 
@@ -84,14 +84,14 @@ def draw_marked_panel(
         ]
         for rank in range(program.num_ranks)
     ]
-    num_ticks = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
+    num_ticks = max(1, (width - _RANK_COLUMN_WIDTH) // _cell_width(lines))
     marked_ticks = [cell.tick for line in lines for cell in line if cell.is_marked]
     middle = marked_ticks[0] if marked_ticks else 0
     first = max(0, middle - num_ticks // 2)
     return draw_panel(lines, first=first, last=first + num_ticks)
 
 
-_LABEL_WIDTH = 9
+_RANK_COLUMN_WIDTH = 9  # of the names of the ranks, left of the timeline
 
 
 def _cell_width(lines: Sequence[Sequence[Cell]]) -> int:

@@ -150,7 +150,7 @@ class Run:
         raise_all(refuse_unknown_allowances(tuple(allow)))
         parsed_layout = parse_layout(layout) if layout is not None else None
         rule, num_local_devices = parse_update(update), visible_gpus() if device_type == "cuda" else 1
-        # As on the command line, the servers' ranks come in addition to the ranks of a layout of a fixed size.
+        # As on the command line: if the layout fixes its number of ranks, the servers' ranks are added to it.
         layout_ranks = parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
         num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
         script = Path(sys.argv[0]).stem or "run"
@@ -207,8 +207,9 @@ class Run:
             self._join_or_start()
             Run._has_opened = True
             prepared_job = self._prepared_job or prepare(self._task, job=self.job)
-            if prepared_job.settings.train.threads and not prepared_job.settings.train.exact:  # perhaps set by the job
-                self._set_threads(prepared_job.settings.train.threads)
+            train = prepared_job.settings.train  # with the settings that the job adds
+            if train.threads and not train.exact:
+                self._set_threads(train.threads)
             if is_gradient_worker(prepared_job):
                 raise WorkerFinished(run_worker(prepared_job))
             world = join_world(prepared_job)
@@ -253,9 +254,9 @@ class Run:
 
     def _return_to_script(self, session: Session) -> None:
         """Return control to the script, or exit if a signal stopped the run."""
-        started_by_us = attempt_folder(os.environ) is not None
         by_signal = bool(self.exit_code) and session.loop.stop_reason == "signal"
-        if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # the launcher reports it
+        is_reported_by_launcher = by_signal and attempt_folder(os.environ) is not None
+        if self.exit_code and session.world.is_main and not is_reported_by_launcher:
             status_text = (
                 "Stopped and saved." if by_signal else f"The run is at {session.loop.position_text} and saved."
             )
@@ -282,7 +283,7 @@ class Run:
         return result
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
-        """Return exact metrics of the current weights. Every rank must call this."""
+        """Return the metrics of the current weights over the whole split. Every rank must call this."""
         if split not in ("eval", "test") or getattr(self.job, f"{split}_data") is None:
             raise UsageError(
                 f"run.evaluate(split={split!r}): the job has no {split}_data."
@@ -406,8 +407,8 @@ class Run:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
                 cause="with several ranks the script restarts from its first line in each rank, for one Run",
-                hint="use one script or paceline train per run; with ranks=1 or under torchrun a "
-                "script may have several",
+                hint="one script for each run, or paceline train; with ranks=1 or under torchrun, a script may have "
+                "several runs",
             )
 
     def _start_ranks(self, script: list[str]) -> int:

@@ -21,7 +21,8 @@ from paceline.verification.tensor_distance import euclidean_distance, euclidean_
 MARGIN = 16.0  # the factor from the measured noise to the floor
 # the same for half precision: with 8 or 11 bits, noise is a large share of a gradient, so a factor of 16 hides faults
 _HALF_PRECISION_MARGIN = 4.0
-# A change of the whole gradient is rounding if its norm is at most max(min(first, second), third) of these limits:
+# A change of the whole gradient is rounding if its norm is at most
+# max(min(MAX_ROUNDING_EPS, _MAX_ROUNDING_FRACTION), _MIN_ROUNDING_EPS), each in its unit:
 MAX_ROUNDING_EPS = 4096.0  # in machine epsilons of the gradient's norm
 _MAX_ROUNDING_FRACTION = 0.02  # of the gradient's norm
 _MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; in bfloat16, larger than the second limit
@@ -86,6 +87,8 @@ def measure_floors(
 ) -> NoiseFloors:
     """Return the noise floors of a step: the largest change over perturbed runs, times a margin.
 
+    In exact mode, the floor of a gradient also covers the rounding to the integers of the fixed-point grid.
+
     `gradient` is the reference's gradient of this step, and `start` the model's state before the step.
     """
     state_after = ModelSnapshot(reference.model)
@@ -110,8 +113,8 @@ def measure_floors(
     state_after.restore()
     gradients = _measure_tensor_floors(gradient.total, [other.total for other in rerun_gradients if is_repeatable])
     for name, value in gradient.max_abs.items():
-        step = reference.config.grid_step * value * len(microbatches) * gradient.total[name].numel() ** 0.5
-        gradients[name] = max(gradients[name], step)
+        grid_error = reference.config.grid_step * value * len(microbatches) * gradient.total[name].numel() ** 0.5
+        gradients[name] = max(gradients[name], grid_error)
     buffer_floors = _measure_tensor_floors({name: b.detach() for name, b in reference.model.named_buffers()}, buffers)
     if reference.config.uses_other_kernels:
         gradients = {name: value * _OTHER_KERNELS_FACTOR for name, value in gradients.items()}
@@ -157,7 +160,7 @@ def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> No
 
 
 def has_half_precision_slices(reference: Reference) -> bool:
-    """Return True if the layout computes slices in half precision. A flipped decision then counts as rounding."""
+    """Return True if slices of a microbatch are computed in half precision. A flipped decision is then rounding."""
     has_half_weights = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
     return reference.config.is_sliced and (has_half_weights or reference.config.autocast is not None)
 

@@ -252,7 +252,7 @@ def missing_peer_failure(rank: int, *, waiter: Failure) -> Failure:
     error = RunError(
         f"the process exited with code 0 while rank {waiter.rank} was still waiting for it.",
         cause="only this rank left the loop, or its code called exit; every rank must do the same steps",
-        hint="decide from values that are equal on all ranks, such as run.step()'s result",
+        hint="decide when to leave the loop from values that are equal on all ranks, such as run.step()'s result",
     )
     return replace(
         waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="",

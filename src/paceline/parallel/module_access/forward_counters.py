@@ -1,4 +1,4 @@
-"""Give the number attributes that a forward changes the same values on every rank as in one process.
+"""Keep counters that a forward changes, such as `self.calls += 1`, equal on all ranks and to those of one process.
 
 In one process, a counter such as `self.calls += 1` counts all microbatches. A rank that runs every second microbatch
 would count only half of them. A value that the forward computes from the counter, such as a warm-up factor, would then
@@ -294,8 +294,8 @@ class ForwardNumbers:
         increments_by_rank = [increments for num_microbatches, increments, _ in gathered if num_microbatches]
         broken_names = sorted({name for *_, names in gathered for name in names})
         has_new_counter = False
-        is_early = self._always or self._num_steps < _FIRST_STEPS  # later, ranks may already have different counts
-        can_add = is_early and self._num_reruns < _MAX_RERUNS
+        are_counts_equal = self._always or self._num_steps < _FIRST_STEPS  # later, the ranks' counts may differ already
+        can_add = are_counts_equal and self._num_reruns < _MAX_RERUNS
         for name in sorted({name for increments in increments_by_rank for name in increments}):
             increment, *others = [increments.get(name) for increments in increments_by_rank]
             if increment and can_add and all(other == increment for other in others):

@@ -18,7 +18,8 @@ HEADING = """\
 # name between dots, ** any number of them. All other weights stay whole.
 # column: outputs sharded. row: inputs sharded. embedding, head: vocabulary sharded. whole: not sharded. local: the
 # module runs on its shards (experts).
-# fused: number of concatenated projections. sections: their sizes. heads: must be divisible by the number of ranks.
+# fused: number of concatenated projections. sections: their sizes. heads: number of attention heads, which tp must
+# divide. dim: the dimension of the weight that is sharded.
 """
 FIELDS = {"role": str, "fused": int, "heads": int, "dim": int, "sections": list}
 

@@ -87,9 +87,12 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
 
 
 def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Parameter:
-    """Return this rank's shard as a parameter with the attributes of the full one; a placeholder gets no memory."""
+    """Return this rank's shard as a parameter with the attributes of the full one.
+
+    A parameter that only another pipeline stage holds is a placeholder: one element, expanded to the full shape.
+    """
     full_parameter = parameter.detach()
-    is_placeholder = full_parameter.dim() > 0 and not any(full_parameter.stride())  # another stage owns the memory
+    is_placeholder = full_parameter.dim() > 0 and not any(full_parameter.stride())
     if is_placeholder and shard_spec.local_shape is not None:
         local_shard = (
             full_parameter[(0,) * full_parameter.dim()].expand(shard_spec.local_shape)

@@ -87,7 +87,7 @@ class Elements:
     """The elements of the largest block."""
     last_reduced: float
     """The elements whose gradients are ready last: those of the part before the blocks or, if more, of a block."""
-    trained: float
+    trained_fraction: float
     """The fraction of all elements that has gradients."""
     large: float
     """The elements of tensors that are sent without a bucket."""
@@ -130,7 +130,7 @@ def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: i
         outside_blocks=outside_blocks,
         largest_block=largest_block,
         last_reduced=min(dense, max(counts[0] * rank_parameters[0], largest_block)),
-        trained=1 - frozen / total if total else 0.0,
+        trained_fraction=1 - frozen / total if total else 0.0,
         large=_unbucketed_elements(profile, parts, tp=tp),
         largest_block_tensor=max(
             (_largest_tensor_elements(part, _LARGEST_TENSOR_FRACTION) for count, part in parts[2:] if count),
@@ -183,8 +183,8 @@ def static_bytes(elements: Elements, candidate: Candidate, profile: ModelProfile
     parameters, gradients, optimizer = rank_elements
     return (
         element_bytes * parameters,
-        element_bytes * gradients * elements.trained,
-        profile.optimizer.state_bytes * optimizer * elements.trained,
+        element_bytes * gradients * elements.trained_fraction,
+        profile.optimizer.state_bytes * optimizer * elements.trained_fraction,
     )
 
 
@@ -228,11 +228,11 @@ def _optimizer_step_phase(
 
     With ZeRO stage 1 or 2, updated parameters are gathered two units at a time (see `_reduction_unit_bytes`).
     """
-    transient_bytes = profile.optimizer.moment_bytes * elements.trained
+    transient_bytes = profile.optimizer.moment_bytes * elements.trained_fraction
     transient_bytes *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
     phase = {"temporaries": transient_bytes * ("parameters" not in candidate.offload)}
     if candidate.zero in (1, 2):
-        element_bytes = profile.element_bytes * elements.trained
+        element_bytes = profile.element_bytes * elements.trained_fraction
         unit_bytes = _reduction_unit_bytes(
             elements.largest_tensor, element_bytes * elements.dense, element_bytes, device
         )
@@ -249,7 +249,7 @@ def _backward_phases(
     the first block, when all gradients exist.
     """
     has_casts = candidate.params == "fp32"
-    element_bytes, gradient_bytes = profile.element_bytes, profile.element_bytes * elements.trained
+    element_bytes, gradient_bytes = profile.element_bytes, profile.element_bytes * elements.trained_fraction
     gathered_element_bytes = compute_bytes("bf16") if candidate.params == "bf16" else element_bytes
     block_bytes = elements.largest_block * gathered_element_bytes * (candidate.zero == 3)
     root_bytes = elements.outside_blocks * gathered_element_bytes * (candidate.zero == 3)

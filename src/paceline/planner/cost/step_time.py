@@ -166,7 +166,7 @@ def add_sharding_communication(
     if candidate.zero < 2:
         return stage
     hidden_seconds = [efficiency.overlap * seconds for seconds in stage.overlappable_seconds]
-    shard, gradient_element_bytes = groups.shard, profile.element_bytes * elements.trained
+    shard, gradient_element_bytes = groups.shard, profile.element_bytes * elements.trained_fraction
     scatter, last_scatter = (
         shard.all_gather(gradient_element_bytes * elements.dense, calls=units),
         shard.all_gather(gradient_element_bytes * elements.last_reduced),
@@ -253,7 +253,7 @@ def estimate_step_end(
 
     `gradients` includes the all-gather of updated parameters with ZeRO stage 1 or 2.
     """
-    element_bytes, trained, zero = profile.element_bytes, elements.trained, candidate.zero
+    element_bytes, trained, zero = profile.element_bytes, elements.trained_fraction, candidate.zero
     parameters, gradients, optimizer = static_bytes(elements, candidate, profile)
     reduce_seconds = _gradient_reduction_seconds(
         candidate, elements, element_bytes * trained, groups, efficiency.overlap * stage.overlappable_seconds[1]
@@ -286,7 +286,7 @@ def _gradient_reduction_seconds(
     """Return the exposed seconds of gradient reduction at the end of a step.
 
     Full gradients are reduced while the last backward runs, and sharded gradients after it. Backward can hide
-    `hidden_seconds`.
+    `hidden_seconds`. `gradient_element_bytes` is a mean over all elements; frozen elements have no gradient.
     """
     dense_bytes, seconds = gradient_element_bytes * elements.dense, 0.0
     if candidate.zero < 2:

@@ -114,7 +114,7 @@ class Cluster:
 
 
 def family_ratio(ratios: Mapping[str, float], family: str) -> float:
-    """Return the ratio of a family, or that of all runs (key ""), or 1. A ratio is measured over forecast."""
+    """Return the ratio of measured values to forecasts of a family, or that of all runs (key ""), or 1."""
     return ratios.get(family) or ratios.get("") or 1.0
 
 

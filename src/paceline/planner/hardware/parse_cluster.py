@@ -25,7 +25,11 @@ def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster
     text = text.strip()
     if text == "here":
         if local_cluster is None:
-            raise UsageError("this machine was not measured.", cause="--cluster here needs a probe", hint=_EXAMPLE)
+            raise UsageError(
+                "--cluster here: this machine was not measured.",
+                cause="`paceline plan JOB --cluster here` measures it",
+                hint="--cluster 4x8xH100-80G, or a file cluster.toml",
+            )
         return local_cluster
     if text.endswith(".toml") or "/" in text:
         return read_cluster_file(Path(text))

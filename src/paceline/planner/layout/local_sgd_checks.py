@@ -47,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
+            "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
             "statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward",
         }

@@ -26,7 +26,7 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
+            "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
             "statistics": "the stages are at different updates when a step is logged",
             "skip": "other stages have already taken the step",
             "sync_bn": "statistics of several weight versions would mix",

@@ -35,8 +35,8 @@ def build_fallback(
 ) -> FallbackLayout:  # fmt: skip
     """Return the fallback layout of an estimate.
 
-    The ratios are measured over forecast, in earlier runs. `replayed` are the peak bytes that a replay counted and
-    their parts by name, without the reserve; None if the layout was not replayed.
+    `time_ratio` and `memory_ratio` are measured values of earlier runs divided by their forecasts. `replayed` are the
+    peak bytes that a replay counted and their parts by name, without the reserve; None if the layout was not replayed.
     """
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}

@@ -87,9 +87,9 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
 
 
 def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
-    """Return True if the node has no axis that `best` lacks.
+    """Return True if the node has no axis that `best` lacks, and at most one axis is larger than in `best`.
 
-    If the node lacks axes of `best`, exactly one of its axes must have grown by their ranks.
+    If the node lacks axes of `best`, one other axis is larger by the product of their sizes.
     """
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))

@@ -127,7 +127,7 @@ def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[
 def _numbers_to_check(
     program: Program, costs: Costs, collectives: Iterable[Collective]
 ) -> Iterator[tuple[str, PerStage, int]]:
-    """Yield the name and the value of each time, and the numbers that it needs if it is a sequence."""
+    """Yield the name and the value of each time, and how many numbers it must have if it is a sequence."""
     stages = program.num_stages
     for name in ("forward", "backward_input", "backward_weight", "update", "ready"):
         yield name, getattr(costs, name), stages
@@ -152,8 +152,8 @@ def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float,
 def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
     """Return the time at which each stage may begin its first forward.
 
-    A rank runs the collectives at the start of the step for one of its stages after the other. A forward may begin as
-    soon as it can overlap what remains of its stage's collectives.
+    A rank runs the collectives at the start of the step stage by stage. The first forward of a stage may overlap their
+    last part: at most the fraction that can overlap compute, and at most for as long as the forward takes.
     """
     start_collectives = [c for c in collectives if c.point is StepPoint.START]
     ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]

@@ -85,7 +85,7 @@ def _run_benchmark(fingerprint: MachineFingerprint, benchmark_request: Benchmark
             raise KeyboardInterrupt
         if outcome.exit_code or not answer.exists():
             raise MachineError(
-                f"the probe of {plural(fingerprint.ranks, 'rank')} on {fingerprint.device} failed.",
+                f"the machine benchmark of {plural(fingerprint.ranks, 'rank')} on {fingerprint.device} failed.",
                 cause=failure_screen(outcome),
                 hint="--ranks 1 shows whether one rank works",
             )

@@ -104,7 +104,7 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
         add_meaning(
             f"{size}",
             size,
-            f"summed over the {size} {axis} ranks (the {axis} degree), which each have all of it",
+            f"summed over the {size} {axis} ranks (the {axis} degree), which each have the whole sum",
         )
         add_meaning(
             f"1/{size}",
@@ -113,9 +113,7 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
         )
     if per_rank > 1:
         add_meaning(f"{per_rank}", per_rank, "accumulated without dividing by the microbatches of a rank")
-        add_meaning(
-            f"1/{per_rank}", 1 / per_rank, "also divided by the microbatches of a rank, or only its last one counted"
-        )
+        add_meaning(f"1/{per_rank}", 1 / per_rank, "divided by the microbatches of a rank in addition")
     if num_microbatches > 1:
         add_meaning(f"{num_microbatches}", num_microbatches, "means of microbatches added up without a division")
     add_meaning("2", 2.0, "backward ran twice, or the gradient was added twice")
@@ -227,9 +225,9 @@ def _microbatch_hypotheses(facts: GradientFacts, index: int) -> Iterator[Hypothe
     ones = np.ones(len(facts.counts))
     indicator = np.zeros(len(facts.counts))
     indicator[index] = 1.0
-    for fault, reason, weights in (
-        ("is missing", "samples were dropped", ones - indicator),
-        ("counts twice", "samples were repeated", ones + indicator),
+    for fault, reason, count_text, weights in (
+        ("is missing", "samples were dropped", "the count covers only the rest", ones - indicator),
+        ("counts twice", "samples were repeated", "the count covers it twice too", ones + indicator),
     ):
         cause = f"microbatch {index} {fault}"
         yield Hypothesis(
@@ -241,7 +239,7 @@ def _microbatch_hypotheses(facts: GradientFacts, index: int) -> Iterator[Hypothe
         )
         count = float(weights @ facts.counts)
         if count:
-            cause = f"{cause}, and the count covers only the rest: {reason}"
+            cause = f"{cause}, and {count_text}: {reason}"
             scaled = weights * facts.counts.sum() / count
             yield Hypothesis(
                 cause=cause, weights=scaled, expects_agreement=True, expects_everywhere=True, expects_wrong_data=True

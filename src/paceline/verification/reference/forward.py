@@ -22,9 +22,11 @@ class ReferenceForward:
         self._model = model
         parameters = inspect.signature(model.forward).parameters
         self._argument_names = set(parameters)
-        accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and hasattr(model, "loss_function")
+        # a transformers model passes keyword arguments of its forward on to its loss function
+        has_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        passes_divisor_on = has_kwargs and hasattr(model, "loss_function")
         takes_divisor = (
-            job.loss is None and job.forward is None and (accepts_kwargs or "num_items_in_batch" in parameters)
+            job.loss is None and job.forward is None and (passes_divisor_on or "num_items_in_batch" in parameters)
         )
         # does the loss become a sum over targets if the divisor `num_items_in_batch` is 1? None: not tested yet
         self._sums_with_divisor: bool | None = None if takes_divisor else False
