@@ -20,7 +20,7 @@ from paceline.launch.failures.failure_record import write_failure
 from paceline.profiling.environment import code_facts, loaded_modules
 from paceline.reporting.failures import show_failures
 from paceline.reporting.run_history import ResumeMark, read_history
-from paceline.reporting.run_report import run_page, write_report
+from paceline.reporting.run_report import run_page, run_status, write_report
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.reporting.svg.downsampling import is_noisy, mean_columns, running_mean, value_band
@@ -540,3 +540,15 @@ def test_an_axis_of_a_few_seconds_has_no_number_twice() -> None:
     assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', drawn) == ["0.62", "1.04", "1.47"]
     steps = draw_chart("loss", [Curve(name="", points=[(1, 4.0), (3, 3.0)])])
     assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', steps) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(2, "done"), (1, "failed")])
+def test_a_resume_that_was_refused_leaves_the_status_of_a_finished_run(
+    tmp_path: Path, exit_code: int, status: str
+) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(1), step(12), RunEnded(status="done", step=12, exit_code=0))
+    refused = {"rank": 0, "kind": "ResumeError", "message": "this run differs", "exit_code": exit_code}
+    run.attempt_folder(2).mkdir(parents=True)
+    (run.attempt_folder(2) / "first-failure.json").write_text(json.dumps(refused))
+    assert run_status(read_history(run)) == status

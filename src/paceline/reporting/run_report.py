@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.job_reference import OBJECT_PREFIX
+from paceline.errors import ExitCode
 from paceline.filesystem.atomic_files import report_write_errors, write_text
 from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
@@ -90,10 +91,15 @@ def _has_ended(history: History) -> bool:
 
 
 def _newest_failure(history: History) -> dict[str, Any] | None:
-    """Return the failure of the newest attempt, or None if it has not failed."""
-    attempt = history.last_event("RunStarted").get("attempt")
+    """Return the failure of the newest attempt, or None if it has not failed.
+
+    An attempt that was refused before it started does not count after an attempt that has ended: the run is unchanged.
+    """
+    attempt, has_ended = history.last_event("RunStarted").get("attempt"), _has_ended(history)
     first_attempt = attempt if isinstance(attempt, int) else 1
-    return last_failure(history.run, first_attempt=first_attempt + _has_ended(history))
+    failure = last_failure(history.run, first_attempt=first_attempt + has_ended)
+    is_refused = failure is not None and failure.get("exit_code") == ExitCode.REFUSED
+    return None if has_ended and is_refused else failure
 
 
 def _show_head(history: History, answer: dict[str, Any] | None) -> str:
