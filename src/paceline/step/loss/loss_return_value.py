@@ -213,7 +213,7 @@ def _to_scalar(name: str, value: Any) -> Tensor:
         raise JobError(
             f"the sum of loss term {name!r} has shape {shape}, expected a scalar tensor.",
             cause="a loss with reduction='none' was not summed",
-            hint="loss.sum()",
+            hint="return loss.sum() and its count: (loss.sum(), loss.numel())",
         )
     if value.is_complex():
         raise JobError(f"the sum of loss term {name!r} is complex.", hint="loss.abs(), or loss.real: a real number")
