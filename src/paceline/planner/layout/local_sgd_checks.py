@@ -49,7 +49,7 @@ class LocalSgdPlanning(RulePlanning):
             "exact": "one process takes different steps than sites do",
             "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
             "statistics": "each site has gradients of its own",
-            "sync_bn": "it synchronises statistics in the forward",
+            "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }
     )
 

@@ -12,7 +12,7 @@ from paceline.schedule.program_simulation import simulate
 from paceline.schedule.registry import build
 from paceline.schedule.text_format import read
 
-_LARGE_BUBBLE = 0.3
+_LARGE_BUBBLE = 0.3  # the fraction of idle time from which a note suggests smaller microbatches
 
 
 def is_schedule_file(schedule: str) -> bool:

@@ -28,7 +28,7 @@ def young_interval(*, hazard: FailureModel) -> float:
 
 
 def daly_interval(*, hazard: FailureModel) -> float:
-    """Return the higher-order approximation (Daly 2006); it is `mean_seconds` for stalls of at least twice that time."""
+    """Return the higher-order approximation (Daly 2006); it is `mean_seconds` for stalls at least twice as long."""
     half = hazard.stall_seconds / (2 * hazard.mean_seconds)
     if half >= 1:
         return hazard.mean_seconds
