@@ -1,7 +1,7 @@
 """Interpolate measured times.
 
-A curve gives the seconds of an amount, such as a number of bytes. A line that is fitted to the measured points gives
-the error of the measurement.
+A curve gives the seconds of an amount, such as a number of bytes, by interpolation between measured points. A line that
+is fitted to the points gives their trend, and the error of this trend.
 """
 
 from bisect import bisect_left
@@ -22,11 +22,13 @@ _MAX_LOG = 200.0  # the largest logarithm of a parameter of the line
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A measured point: `seconds` is the median of repeats; `spread` is their relative median deviation from it."""
+    """A measured point."""
 
     amount: float
     seconds: float
+    """The median of several measurements."""
     spread: float = 0.0
+    """The median deviation of the measurements from `seconds`, as a fraction of `seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
