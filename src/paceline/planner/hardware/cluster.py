@@ -89,6 +89,7 @@ class Cluster:
     """The price of one machine, in `currency`."""
     currency: str = ""
     name: str = ""
+    """The name in the cluster file, or `here` for this machine."""
     longer: Mapping[str, float] = field(default_factory=dict)
     """The ratio of measured to forecast step time in earlier runs on this machine, by family of layouts."""
     fuller: Mapping[str, float] = field(default_factory=dict)

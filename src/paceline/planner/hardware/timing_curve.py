@@ -69,6 +69,7 @@ class TimingCurve:
     points: tuple[Point, ...]
     """The points by ascending amount. Averages ensure that a larger amount never takes less time."""
     line: Line
+    """The line that is fitted to the points, before they are averaged."""
 
     @staticmethod
     def from_points(points: Iterable[Point]) -> "TimingCurve":
@@ -115,6 +116,7 @@ class TimingCurve:
         return 1 / self._end_slope()
 
     def _start_slope(self) -> float:
+        """Return the seconds that each unit of the amount adds below the first point (see `seconds`)."""
         if len(self.points) == 1:
             return 0.0
         first, second = self.points[:2]
@@ -122,6 +124,7 @@ class TimingCurve:
         return min(slope, first.seconds / 2 / first.amount)
 
     def _end_slope(self) -> float:
+        """Return the seconds that each unit of the amount adds beyond the last point (see `seconds`)."""
         last = self.points[-1]
         slopes = [self.line.each_seconds, (last.seconds - min(self.line.fixed_seconds, last.seconds)) / last.amount]
         if len(self.points) > 1:

@@ -48,10 +48,11 @@ class TimingTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedLayout:
-    """The reason why a layout could not be timed: Paceline refused it, or the job's code failed (`is_job_error`)."""
+    """The reason why a layout could not be timed."""
 
     reason: str
     is_job_error: bool = False
+    """True if the job's code failed; False if Paceline refused the layout."""
 
 
 def shortlist(
