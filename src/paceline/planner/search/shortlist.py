@@ -64,8 +64,8 @@ def shortlist(
 ) -> list[Estimate]:
     """Return the candidates to time, the fastest first.
 
-    These are the fastest candidate of each family that fits, others that are nearly as fast up to `max_trials` in all,
-    and the candidates named in `extra_candidates` if they fit.
+    The fastest candidate of each family is among them, if one fits. Others that are nearly as fast as the best one
+    follow, up to `max_trials` candidates in total. The candidates named in `extra_candidates` are added if they fit.
     """
     grid = grid or SearchSpace()
     considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)
