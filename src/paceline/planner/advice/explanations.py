@@ -32,7 +32,7 @@ TIME_PART_LABELS = {
 
 
 def explain_recommended(estimate: Estimate) -> str:
-    """Return the four largest parts of the step's time, as percentages."""
+    """Return at most four parts of the step's time, the largest first, as percentages."""
     parts = estimate.seconds.parts
     ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
     shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
@@ -66,7 +66,7 @@ def explain_slower(estimate: Estimate, best: Estimate) -> str:
 
 
 def explain_misfit(estimate: Estimate) -> str:
-    """Return by how much the layout does not fit, and the largest parts of its memory."""
+    """Return by how much the layout exceeds the device's memory, or that it exceeds the host's memory."""
     parts = estimate.memory.parts
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     parts_text = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in largest)
@@ -84,9 +84,9 @@ def explain_misfit(estimate: Estimate) -> str:
 
 
 def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
-    """Return lines on what limits the step.
+    """Return lines on what limits the step time.
 
-    These are the largest part of its time and, if a faster layout fits on devices with twice the memory, the memory.
+    They name the largest part of the time and, if a faster layout would fit into twice the memory, also the memory.
     """
     lines = [f"limited by {TIME_PART_LABELS[_largest_time_part(best)]}"]
     cluster, profile, efficiency = cost_model.cluster, cost_model.profile, cost_model.efficiency

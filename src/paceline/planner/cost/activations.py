@@ -11,8 +11,8 @@ from paceline.planner.model_costs.layer_chain import Counts
 class ActivationPeak:
     """The activation bytes of one rank at those points of a step that may be its peak.
 
-    An activation is here all that one stage saves for one microbatch. The tail is the part after the blocks, whose
-    backward runs first. Transient bytes live within the backward of one part.
+    Here, an activation is all that one stage saves for one microbatch. The tail is the part after the blocks; its
+    backward runs first. Transient bytes are held only within the backward of one part.
     """
 
     num_held: int

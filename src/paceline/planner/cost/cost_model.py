@@ -259,7 +259,7 @@ class CostModel:
     def distinct_ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
         """Return the pipeline ranks that differ in their stages, as pairs of a rank and its stages.
 
-        Of ranks with equal stages, return the first, which holds the most activations.
+        Of ranks with equal stages, return only the first. With most schedules, it holds the most activations.
         """
         c = candidate
         key = (c.pp, c.virtual, c.schedule == "zbv")

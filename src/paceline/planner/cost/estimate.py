@@ -44,6 +44,7 @@ class Estimate:
     length: int
     """The positions of a sample; 1 if samples have no length."""
     is_gpu: bool
+    """True if the devices are GPUs or other accelerators, not CPUs."""
     model_flops: float
     """The model FLOPs of a step over all ranks."""
     peak_flops_per_second: float
@@ -56,6 +57,7 @@ class Estimate:
     """The price of one step, in `currency`."""
     currency: str = ""
     measured_time: MeasuredTime | None = None
+    """The measured step time; None if the layout was not timed."""
 
     @property
     def layout(self) -> str:

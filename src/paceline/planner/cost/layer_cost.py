@@ -30,6 +30,7 @@ class LayerPlacement:
     sequence: bool
     """True with sequence parallelism."""
     remat: str
+    """The activation checkpointing of blocks."""
     tp: Group
     cp: Group
     ep: Group

@@ -25,6 +25,7 @@ class Candidate:
     tp: int = 1
     ep: int = 1
     zero: int = 0
+    """The ZeRO stage of `dp_shard`; 0 if nothing is sharded."""
     schedule: str = "1f1b"
     virtual: int = 1
     """The number of stages per rank."""
@@ -32,7 +33,9 @@ class Candidate:
     """The samples of one forward of a replica."""
     remat: str = "none"
     offload: tuple[str, ...] = ()
+    """The training state that is on the host: `optimizer`, `parameters` or both."""
     sequence: bool = False
+    """Whether tp uses sequence parallelism."""
     params: str = "fp32"
     """The dtype in which fsdp gathers parameters."""
     precision: str = "fp32"

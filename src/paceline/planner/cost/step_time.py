@@ -21,6 +21,7 @@ class StepTime:
     """
 
     compute: float = 0.0
+    """Forward and backward, without recomputation and messages."""
     again: float = 0.0
     """Recomputation."""
     tensor: float = 0.0

@@ -45,6 +45,7 @@ def assumptions(cluster: Cluster, *, precision: str) -> dict[str, Any]:
 
 
 def _used_links(cluster: Cluster, *, is_offloaded: bool) -> dict[str, Link]:
+    """Return the links over which the ranks communicate, by the position of the link in the cluster."""
     links = {}
     if cluster.devices > 1:
         links["inside a node"] = cluster.inside

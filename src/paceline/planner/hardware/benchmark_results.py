@@ -127,6 +127,7 @@ class HardwareBenchmark:
     copies: Mapping[str, TimingCurve] = field(default_factory=dict)
     """The seconds of copies `to_device` and `to_host` by bytes of pinned memory; empty without GPUs."""
     disk: Disk | None = None
+    """The speed of the disk; None if it was not measured."""
     others: float | None = None
     """The fraction of the machine's cores that other programs used during the probe; None if it is unknown."""
 

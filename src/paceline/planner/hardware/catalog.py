@@ -170,6 +170,7 @@ def sheet_rates(gpu: str) -> dict[str, float]:
 
 
 def _link(name: str, microseconds: float, gigabytes: float, source: str, *, is_shared: bool = False) -> Link:
+    """Return a link, from its latency in microseconds and its bandwidth in GB/s each way."""
     return Link(
         name=name,
         latency_seconds=microseconds * _MICRO,

@@ -86,9 +86,10 @@ class Cluster:
     disk_bytes: float | None = None
     """The disk of one machine; None if it is unknown."""
     price_per_hour: float | None = None
-    """The price of one machine, in `currency`."""
+    """The price of one machine, in `currency`; None if it is unknown."""
     currency: str = ""
     name: str = ""
+    """The name in the cluster file, or `here` for this machine; empty for a cluster of the catalogue."""
     longer: Mapping[str, float] = field(default_factory=dict)
     """The ratio of measured to forecast step time in earlier runs on this machine, by family of layouts."""
     fuller: Mapping[str, float] = field(default_factory=dict)
@@ -148,11 +149,11 @@ class Group:
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.bytes_per_second
 
     def all_reduce(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-reduce: a reduce-scatter, then an all-gather."""
+        """Return the seconds of `calls` all-reduces of `num_bytes` in total: reduce-scatters, then all-gathers."""
         return 2 * self.all_gather(num_bytes, calls=calls)
 
     def all_to_all(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-to-all: each rank sends `num_bytes` in equal shares, over its own link."""
+        """Return the seconds of `calls` all-to-alls. In total, each rank sends `num_bytes` over its own link."""
         if self.size == 1:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second

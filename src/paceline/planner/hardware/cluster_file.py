@@ -78,7 +78,7 @@ class _ClusterFileReader:
         )
 
     def _read_name(self, tree: Mapping[str, Any], key: str, default: str) -> str:
-        """Return the `name` in a table; add a problem if it is not printable, because a terminal may interpret it.
+        """Return the `name` in a table; add a problem if it has control characters, which a terminal may interpret.
 
         `key` is the full name of the key, for messages.
         """

@@ -10,7 +10,7 @@ from paceline.planner.layout.host_resources import gpu_memory
 
 _UNUSED_LINK_RATE = 1e15  # bytes per second of a link that is never used
 RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
-"""The bytes that a process needs without the job after `import torch`, by type of device."""
+"""The bytes that a process needs after `import torch`, before it has a model, by type of device."""
 
 
 def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:

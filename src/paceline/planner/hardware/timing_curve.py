@@ -22,11 +22,13 @@ _MAX_LOG = 200.0  # the largest logarithm of a parameter of the line
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A measured point: `seconds` is the median of repeats; `spread` is their relative median deviation from it."""
+    """A measured point."""
 
     amount: float
     seconds: float
+    """The median of several measurements."""
     spread: float = 0.0
+    """The median deviation of the measurements from `seconds`, as a fraction of `seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class TimingCurve:
     points: tuple[Point, ...]
     """The points by ascending amount. Averages ensure that a larger amount never takes less time."""
     line: Line
+    """The line that is fitted to the points, before they are averaged."""
 
     @staticmethod
     def from_points(points: Iterable[Point]) -> "TimingCurve":
@@ -113,6 +116,7 @@ class TimingCurve:
         return 1 / self._end_slope()
 
     def _start_slope(self) -> float:
+        """Return the seconds that each unit of the amount adds below the first point (see `seconds`)."""
         if len(self.points) == 1:
             return 0.0
         first, second = self.points[:2]
@@ -120,6 +124,7 @@ class TimingCurve:
         return min(slope, first.seconds / 2 / first.amount)
 
     def _end_slope(self) -> float:
+        """Return the seconds that each unit of the amount adds beyond the last point (see `seconds`)."""
         last = self.points[-1]
         slopes = [self.line.each_seconds, (last.seconds - min(self.line.fixed_seconds, last.seconds)) / last.amount]
         if len(self.points) > 1:

@@ -72,7 +72,7 @@ class ExecutionPlan:
     backend: str
     """The backend of torch.distributed; `none` for a single process."""
     threads: int
-    """The number of threads of each rank."""
+    """The number of threads of each rank or, if the replicas are threads, of each replica."""
     global_batch_size: int
     micro_batch_size: int
     num_micro: int
@@ -189,6 +189,7 @@ def choose_backend(resources: Resources, facts: JobFacts, problems: list[Pacelin
 
 
 def _choose_micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineError]) -> int:
+    """Return the requested microbatch size, or derive it; add errors about the batch to `problems`."""
     global_batch_size, requested, accumulation = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
     if global_batch_size < 1:
         problems.append(UsageError(f"global_batch_size is {global_batch_size}, expected at least 1."))
@@ -273,7 +274,7 @@ def _plan_notes(
     """Return the lines on layout, backend, batch and threads that a run prints when it starts."""
     replicas = mesh.replicas
     unit = "replica" if layout.kind is LayoutKind.THREADS else "rank"
-    per_rank = -(-num_micro // replicas)
+    per_replica = -(-num_micro // replicas)
     num_idle = max(0, replicas - num_micro)
     even_size = -(-facts.global_batch_size // replicas)
     idle_warning = (
@@ -295,7 +296,7 @@ def _plan_notes(
         + "".join(f"; {description}" for description in _describe_axes(mesh)),
         f"backend: {backend_reason}",
         f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of "
-        f"{micro_batch_size} ({per_rank} per replica)",
+        f"{micro_batch_size} ({per_replica} per replica)",
         *([idle_warning] if num_idle else []),
         f"threads: {threads} per {unit} ({'pinned' if facts.one_thread else plural(resources.cores, 'usable core')})",
     )

@@ -22,7 +22,7 @@ class HogwildPlanning(RulePlanning):
             "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
             "statistics": "each worker has gradients of its own",
             "fp16": "each worker would have its own loss scale",
-            "sync_bn": "it synchronises statistics in the forward",
+            "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",
         }
     )
 

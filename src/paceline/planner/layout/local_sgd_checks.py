@@ -49,7 +49,7 @@ class LocalSgdPlanning(RulePlanning):
             "exact": "one process takes different steps than sites do",
             "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
             "statistics": "each site has gradients of its own",
-            "sync_bn": "it synchronises statistics in the forward",
+            "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }
     )
 
@@ -112,7 +112,7 @@ class LocalSgdPlanning(RulePlanning):
         averaging = "their mean" if update.lr == 1.0 and not update.momentum else averaging
         fragments_text = f", in {update.fragments} fragments" if update.fragments > 1 else ""
         delay = (
-            f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
+            f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of the site's own weights"
             if update.delay
             else ""
         )

@@ -14,7 +14,7 @@ from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
 
 AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes that multiply to the number of ranks, outermost first."""
+"""The axes whose sizes multiply to the number of ranks, outermost first."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes whose ranks process different samples."""
 GRADIENT_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -40,7 +40,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """The total number of processes."""
+        """The total number of ranks."""
         return math.prod(self.size(axis) for axis in AXIS_ORDER)
 
     @property
@@ -174,6 +174,7 @@ def nearest_meshes(mesh: Mesh, *, ranks: int) -> list[Mesh]:
 
 
 def _meshes_of_axes(axes: Sequence[str], ranks: int, *, zero: int) -> Iterator[Mesh]:
+    """Yield all meshes of exactly `ranks` ranks that split no other axes than these."""
     for sizes in _factorizations(len(axes), ranks):
         sizes_by_axis = dict(zip(axes, sizes, strict=True))
         yield Mesh(**sizes_by_axis, zero=zero if sizes_by_axis.get("dp_shard", 1) > 1 else 0)
@@ -200,7 +201,7 @@ def _distance(one: Mesh, other: Mesh) -> float:
 
 
 def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, remaining_axis: str | None) -> PacelineError:
-    """Return the error for a mesh whose number of ranks is not `ranks`.
+    """Return the error for a mesh that does not have `ranks` ranks.
 
     `remaining_axis` is the axis that should get all remaining ranks, if the layout has one.
     """
@@ -226,7 +227,7 @@ def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, remaining_axis: str | 
 
 
 def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> PacelineError:
-    """Return the error for a mesh whose number of ranks is not `ranks`, the ranks that are not parameter servers."""
+    """Return the error for a mesh that does not have `ranks` ranks, if other ranks are parameter servers."""
     servers = f"{update.servers} {'is a server' if update.servers == 1 else 'are servers'}"
     return LayoutError(
         f"{mesh} needs {plural(mesh.ranks, 'worker')}, you have {ranks}: of {ranks + update.servers} ranks {servers}.",
@@ -238,7 +239,7 @@ def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> Pa
 def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int) -> None:
     """Set `dp_replicate` for hsdp: by default 2, so that each replica is sharded over half the ranks.
 
-    If there are too few ranks for that, set `dp_shard` to 2 too. The caller then reports that the mesh does not fit.
+    If there are too few ranks, also set `dp_shard` to 2. The caller then reports that the mesh does not fit.
     """
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data_ranks = ranks // max(other_ranks, 1)

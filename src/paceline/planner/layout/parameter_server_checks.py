@@ -28,7 +28,7 @@ class ParameterServerPlanning(RulePlanning):
             "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
             "statistics": "each gradient is that of a single share of a batch",
             "fp16": "the loss scale is not sent to workers",
-            "sync_bn": "it synchronises statistics in the forward",
+            "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",
             "compile": "it has not been tested with a parameter server",
             "workers": "a worker's next share is not known before it asks",
         }

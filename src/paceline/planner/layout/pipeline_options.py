@@ -12,7 +12,7 @@ from paceline.schedule.program_simulation import simulate
 from paceline.schedule.registry import build
 from paceline.schedule.text_format import read
 
-_LARGE_BUBBLE = 0.3
+_LARGE_BUBBLE = 0.3  # the fraction of idle time from which a note suggests smaller microbatches
 
 
 def is_schedule_file(schedule: str) -> bool:
@@ -34,7 +34,7 @@ def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Pro
             f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}, "
             f"but each replica of this run has {num_micro}.",
             cause="a custom schedule is for a fixed number of microbatches; a short last batch has fewer",
-            hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
+            hint=f"--train.micro_batch_size for {program.num_micro} and --data.drop_last true, or a schedule by name",
         )
     return program
 

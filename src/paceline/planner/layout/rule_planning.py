@@ -19,7 +19,7 @@ class RulePlanning:
     """True if a pipeline is empty after each batch, so that its schedule has a bubble."""
 
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that compute gradients; add an error to `problems` if no rank is left for it."""
+        """Return the number of ranks that compute gradients; if there would be none, add an error to `problems`."""
         return ranks
 
     def order_ranks(self, mesh: Mesh) -> Mesh:

@@ -29,6 +29,7 @@ class Decoder:
     mlp_width: int
     """The width of the MLP's hidden layer."""
     heads: int
+    """The number of attention heads, which is the number of heads of queries."""
     kv_heads: int = 0
     """The number of heads of keys and values; 0 if it equals `heads`."""
     vocabulary: int

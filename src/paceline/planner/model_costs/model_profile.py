@@ -98,6 +98,7 @@ class LayerProfile:
     buffer_bytes: int = 0
     """The bytes of the module's buffers."""
     matmul_flops: BatchScaling = ZERO
+    """The FLOPs of all matmuls that are not part of `attention_flops`."""
     attention_flops: BatchScaling = ZERO
     """The FLOPs of attention scores and of their products with the values, without masked pairs of positions."""
     masked_flops: BatchScaling = ZERO
@@ -174,11 +175,14 @@ class ModelProfile:
 
     name: str
     first: LayerProfile
+    """The part before the blocks."""
     blocks: tuple[LayerProfile, ...]
-    """The chain that may be cut into stages."""
+    """The blocks. A pipeline may be cut between two of them."""
     last: LayerProfile
+    """The part after the blocks."""
     optimizer: OptimizerFootprint
     global_batch_size: int
+    """The samples of one optimizer step."""
     length: int = 1
     """The positions of a sample; 1 if samples have no length."""
     tied: int = 0

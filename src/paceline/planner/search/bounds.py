@@ -48,7 +48,7 @@ class Bounds:
 
         At best, every stage does the mean work. The last stage waits until the first microbatch has passed all other
         stages, and then computes without a pause. With v stages per rank, the wait is v times shorter. Deferred weight
-        gradients can fill it completely.
+        gradients can fill the whole wait.
         """
         p, num_micro = node.pp, node.num_micro(self._global_batch_size)
         microbatch_seconds = self._model_seconds(node)
@@ -169,4 +169,5 @@ class Bounds:
         return [*looped, *(candidate.replace(schedule="zbv") for candidate in looped if candidate.virtual == 2)]
 
     def _with_slack_and_reserve(self, num_bytes: float) -> float:
+        """Return the peak bytes of a device on which tensors need `num_bytes`."""
         return num_bytes * (1 + self._cost_model.efficiency.slack) + self._cost_model.cluster.device.reserve_bytes

@@ -121,6 +121,7 @@ class _BranchAndBound:
             self._push(self.bounds.leaf_seconds(leaf, node_seconds=bound), _LEAF, leaf)
 
     def _evaluate_leaf(self, leaf: Candidate) -> None:
+        """Estimate a leaf; if it fits and is better than the best candidate of its family, replace that one."""
         self.num_estimates += 1
         if self.cost_model.memory(leaf).peak_bytes > self.cost_model.cluster.device.memory_bytes:
             return

@@ -36,11 +36,11 @@ def estimate_named(
         LayoutError, Problems: the layout does not fit these ranks, or the model cannot have it.
     """
     layout = parse_layout(text)
-    sizes = _candidates_by_size(cost_model, layout, micro_batch_size)
+    by_size = _candidates_by_size(cost_model, layout, micro_batch_size)
     estimates = [
         cost_model.estimate(candidate)
-        for candidate in sizes
-        if max_micro_batch_size is None or candidate.micro_batch_size <= max_micro_batch_size or candidate is sizes[0]
+        for candidate in by_size
+        if max_micro_batch_size is None or candidate.micro_batch_size <= max_micro_batch_size or candidate is by_size[0]
     ]
     fitting = [estimate for estimate in estimates if estimate.fits]
     return min(fitting, key=sort_key) if fitting else min(estimates, key=lambda estimate: estimate.peak_bytes)

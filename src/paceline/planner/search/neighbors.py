@@ -12,8 +12,8 @@ from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.search.search_space import SearchSpace, is_in_search_space, micro_batch_sizes
 
 _AXES = ("pp", "tp", "cp")  # the axes that a change may double
-_MAX_CHANGES = 3  # the number of changed candidates to return
-_MAX_DEPTH = 2  # the number of changes of one candidate
+_MAX_CHANGES = 3  # the largest number of results of `cheapest_changes`
+_MAX_DEPTH = 2  # the largest number of changes that are combined in one result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Change:
     """A change of a candidate."""
 
     description: str
+    """The changed option, or two of them, as in `remat=full`."""
     estimate: Estimate
     """The estimate of the changed candidate."""
     seconds: float

@@ -48,10 +48,11 @@ class TimingTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedLayout:
-    """The reason why a layout could not be timed: Paceline refused it, or the job's code failed (`is_job_error`)."""
+    """The reason why a layout could not be timed."""
 
     reason: str
     is_job_error: bool = False
+    """True if the job's code failed; False if Paceline refused the layout."""
 
 
 def shortlist(
@@ -63,8 +64,8 @@ def shortlist(
 ) -> list[Estimate]:
     """Return the candidates to time, the fastest first.
 
-    These are the fastest candidate of each family that fits, others that are nearly as fast up to `max_trials` in all,
-    and the candidates named in `extra_candidates` if they fit.
+    The fastest candidate of each family is among them, if one fits. Others that are nearly as fast as the best one
+    follow, up to `max_trials` candidates in total. The candidates named in `extra_candidates` are added if they fit.
     """
     grid = grid or SearchSpace()
     considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)

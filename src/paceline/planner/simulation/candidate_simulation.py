@@ -144,7 +144,7 @@ def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> Candid
 
 @dataclass(frozen=True, kw_only=True)
 class _StageTimes:
-    """The seconds of one microbatch in one stage, with messages apart."""
+    """The seconds of one microbatch in one stage. Only `messages` counts messages."""
 
     forward: float
     backward_input: float

@@ -34,11 +34,12 @@ class SlowRank:
     factor: float
     """How many times as long the computes of the rank take, at least 1."""
     replica: int = 0
+    """The number of the replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A simulated step. The four fields in seconds are averages over the ranks; they sum to `step_seconds`."""
+    """A simulated step. The four `..._seconds` fields are averages over the ranks; they sum to `step_seconds`."""
 
     ranks: int
     """The number of ranks of all replicas."""

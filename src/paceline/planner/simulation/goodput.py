@@ -21,11 +21,13 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSource:
-    """A group of `count` components of one kind, each of which fails once in `mean_seconds` on average."""
+    """Components of one kind that may fail, such as the devices of a run."""
 
     name: str
     count: int
+    """The number of components."""
     mean_seconds: float
+    """The mean time between two failures of one component."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,7 @@ def _time_to_failure(rng: Random, hazard: FailureModel) -> float:
 
 
 def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
+    """Raise UsageError if the interval is not above 0, or too short to write a checkpoint."""
     if not (isfinite(interval_seconds) and interval_seconds > 0):
         raise UsageError(
             f"interval_seconds={interval_seconds:g}: the interval must be above 0.",

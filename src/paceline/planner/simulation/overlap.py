@@ -1,6 +1,6 @@
 """Add collectives to the times of a step. A collective runs at a point of the step, and compute can hide a part of it.
 
-Messages between pipeline stages are no collectives.
+Messages between pipeline stages are not collectives.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
