@@ -122,8 +122,8 @@ def _compare_contents(
     for (step, index), content in sorted(expected.items()):
         if contents.get((step, index), content) != content:
             cause = (
-                f"data: the right samples with different contents in microbatch {index}, which is right when read "
-                "alone: a dataset or collation that depends on the data worker, or keeps state between samples"
+                f"data: the right samples with different contents in microbatch {index}. If it is read alone, its "
+                "contents are right: a dataset or collation that depends on the data worker, or keeps state between samples"
             )
             rung_result.record_difference(step=step, parameter="(data)", cause=cause)
             return

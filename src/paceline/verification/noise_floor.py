@@ -160,7 +160,10 @@ def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> No
 
 
 def has_half_precision_slices(reference: Reference) -> bool:
-    """Return True if slices of a microbatch are computed in half precision. A flipped decision is then rounding."""
+    """Return True if a layout such as tp computes each microbatch in slices, and in half precision.
+
+    The rounding of the slices is then so coarse that even a flipped decision (argmax, top-k) counts as rounding.
+    """
     has_half_weights = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
     return reference.config.is_sliced and (has_half_weights or reference.config.autocast is not None)
 

@@ -251,7 +251,7 @@ def missing_peer_failure(rank: int, *, waiter: Failure) -> Failure:
     """Return the failure of a rank that exited with code 0 while another rank still waited for it."""
     error = RunError(
         f"the process exited with code 0 while rank {waiter.rank} was still waiting for it.",
-        cause="only this rank left the loop, or its code called exit; every rank must do the same steps",
+        cause="its loop ended before those of the other ranks, or its code called exit; all must do the same steps",
         hint="decide when to leave the loop from values that are equal on all ranks, such as run.step()'s result",
     )
     return replace(

@@ -110,8 +110,8 @@ def is_timeout(failure: Failure) -> bool:
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
     """Return a timeout failure of the rank that the others waited for.
 
-    `told_by` is the waiting rank whose error message contains the longest time limit; the messages of ranks that were
-    only cut off contain no limit. The log of this rank has the backend's full message.
+    `told_by` is the rank that waited until its limit. Its log has the backend's full message. The messages of the other
+    ranks, which only lost their connection, name no limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent_ranks[0]

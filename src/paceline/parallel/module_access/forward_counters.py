@@ -294,8 +294,8 @@ class ForwardNumbers:
         increments_by_rank = [increments for num_microbatches, increments, _ in gathered if num_microbatches]
         broken_names = sorted({name for *_, names in gathered for name in names})
         has_new_counter = False
-        are_counts_equal = self._always or self._num_steps < _FIRST_STEPS  # later, the ranks' counts may differ already
-        can_add = are_counts_equal and self._num_reruns < _MAX_RERUNS
+        have_equal_values = self._always or self._num_steps < _FIRST_STEPS  # later, ranks may have other values already
+        can_add = have_equal_values and self._num_reruns < _MAX_RERUNS
         for name in sorted({name for increments in increments_by_rank for name in increments}):
             increment, *others = [increments.get(name) for increments in increments_by_rank]
             if increment and can_add and all(other == increment for other in others):

@@ -37,7 +37,7 @@ def write_plan(plan: TensorPlan, *, path: Path) -> None:
 
 
 def _value(role: ParameterRole) -> str:
-    """Return a role as a TOML value: a string, or a table if it has more fields than its kind."""
+    """Return a role as a TOML value: its kind as a string, or a table if it has other fields besides `kind`."""
     optional = {"fused": role.fused if role.fused != 1 else None, "sections": list(role.sections) or None,
             "heads": role.heads, "dim": role.dim}  # fmt: skip
     present = {key: value for key, value in optional.items() if value is not None}

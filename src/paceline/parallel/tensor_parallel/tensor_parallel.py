@@ -28,9 +28,9 @@ assert len(RULES) > 100
 class TensorParallelPlacement:
     """The result of `split_model`.
 
-    `shard_specs` locates this rank's shard of each parameter, by name. `close` removes the hooks; the parameters remain
-    sharded. While the model runs, sharded tensors replace its parameters. After a forward that ended early, call
-    `restore_parameters` to undo this replacement.
+    `shard_specs` locates this rank's shard of each parameter, by name. Each parameter is a plain tensor with the local
+    shard. While the model runs, a `ShardPropagatingTensor` with the full shape stands in for it. After a forward that
+    ended early, call `restore_parameters` to undo this. `close` removes the hooks; the parameters remain local shards.
     """
 
     shard_specs: dict[str, ShardSpec]
@@ -109,9 +109,9 @@ def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Param
 def register_sharding_hooks(
     model: nn.Module, shardings: ParameterShardings, group: TensorParallelGroup
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Replace each sharded parameter by a sharded tensor while the model runs.
+    """Register hooks that put a tensor with the full shape in place of each local shard while the model runs.
 
-    Return a function that removes the hooks, and one that restores the plain parameters.
+    Return a function that removes the hooks, and one that puts the local shards back.
     """
     handles: list[Any] = []
     replacements: list[_ParameterReplacement] = []

@@ -27,7 +27,7 @@ def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster
         if local_cluster is None:
             raise UsageError(
                 "--cluster here: this machine was not measured.",
-                cause="`paceline plan JOB --cluster here` measures it",
+                cause="only the command `plan` measures the machine",
                 hint="--cluster 4x8xH100-80G, or a file cluster.toml",
             )
         return local_cluster

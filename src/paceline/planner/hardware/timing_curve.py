@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 _MAX_ITERATIONS = 100
-_MIN_RATIO = 1e-3  # a line has at least this fraction of a point's seconds per amount, and of the first point's seconds
+_MIN_RATIO = 1e-3  # least slope relative to the least seconds per amount; a relatively smaller intercept becomes 0
 _MIN_END_RATIO = 0.1  # the least slope beyond the last point, relative to that point's seconds per amount
 _SMALL_RESIDUAL = 0.03  # smaller residuals count by their squares, so that no single point determines the line
 _MIN_GAIN = 1e-9  # the fit ends when the cost improves by a smaller fraction

@@ -47,8 +47,8 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
-            "statistics": "each site has gradients of its own",
+            "tokens": "token counts arrive some steps late, so the end of the run would depend on the saves",
+            "log.statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }
     )

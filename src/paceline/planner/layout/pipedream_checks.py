@@ -26,8 +26,8 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": "token counts arrive some steps late, except at a save, which would move the end of the run",
-            "statistics": "the stages are at different updates when a step is logged",
+            "tokens": "token counts arrive some steps late, so the end of the run would depend on the saves",
+            "log.statistics": "the stages are at different updates when a step is logged",
             "skip": "a stage cannot skip a step that other stages have already taken",
             "sync_bn": "statistics of several weight versions would mix",
             "compile": "a compiled block keeps one weight version",

@@ -152,8 +152,9 @@ def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float,
 def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
     """Return the time at which each stage may begin its first forward.
 
-    A rank runs the collectives at the start of the step stage by stage. The first forward of a stage may overlap their
-    last part: at most the fraction that can overlap compute, and at most for as long as the forward takes.
+    Before its first forward, a rank runs the start collectives of one of its stages after the other. The first forward
+    of a stage may overlap the last part of them: at most the fraction that can overlap compute, and at most for as long
+    as the forward takes.
     """
     start_collectives = [c for c in collectives if c.point is StepPoint.START]
     ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]

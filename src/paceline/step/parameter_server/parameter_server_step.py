@@ -83,9 +83,10 @@ class ServerStep(SynchronousStep):
 
     @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Offer the batch's shares to the workers, and apply pushes until at most one batch's shares wait for a worker.
+        """Offer the batch's shares to the workers, and apply pushed gradients.
 
-        The batch's result is known once all of its shares are pushed.
+        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when at most one
+        batch of shares is left that no worker has taken. The batch's result is known once all its shares are pushed.
         """
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
@@ -327,7 +328,10 @@ class ServerStep(SynchronousStep):
 
 
 def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
-    """Return the location of the batch's samples, from which a worker reads them."""
+    """Return the location of the batch's samples, from which a worker reads them.
+
+    `summary` is the length and checksum of the dataset. A batch has it at the start of an epoch.
+    """
     batch, summary = step_batch.batch, step_batch.summary  # type: ignore[attr-defined]
     location = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
     return location if summary is None else {**location, "epoch": batch.next_cursor.epoch, "summary": asdict(summary)}

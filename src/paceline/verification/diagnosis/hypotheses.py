@@ -143,7 +143,7 @@ def _mean_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=f"{prefix} rank's own count, and summed over ranks", weights=weights_by_rank_count)
     yield Hypothesis(cause=f"{prefix} microbatch's own count", weights=weights_by_own_count / num_microbatches)
     yield Hypothesis(
-        cause=f"{prefix} microbatch's own count, then averaged rank by rank",
+        cause=f"{prefix} microbatch's own count, averaged in a rank, then over ranks",
         weights=weights_by_own_count / microbatches_in_rank / ranks,
     )
     yield Hypothesis(cause=f"{prefix} microbatch's own count, and added up", weights=weights_by_own_count)
