@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -91,6 +92,9 @@ class Stages:
         x = self.inputs[microbatch] if received is None else received.tensors[0]
         y = run_stage(x, self.weights[stage])
         return y.sum() if stage == self.last else StageOutput(tensors=[y], spec=None)
+
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
 

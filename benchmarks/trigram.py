@@ -36,7 +36,7 @@ def main() -> None:
     """Print the figure."""
     training = read_text(held_out=False).numpy().astype(np.int64)
     held_out = read_text(held_out=True).numpy().astype(np.int64)
-    held_out = held_out[: Windows(read_text(held_out=True), CONTEXT, most=MOST).count * CONTEXT + 1]
+    held_out = held_out[: Windows(read_text(held_out=True), CONTEXT, max_windows=MOST).count * CONTEXT + 1]
     cut = len(training) * 9 // 10
     part = counts(training[:cut])
     choices = [(k1, k2) for k1 in (1.0, 3.0, 10.0, 30.0) for k2 in (0.5, 1.0, 3.0, 10.0)]

@@ -127,7 +127,7 @@ def test_a_run_that_began_anew_in_its_folder_forgets_the_first_try(tmp_path: Pat
 def test_torn_lines_are_said(tmp_path: Path, torn: int, said: str) -> None:
     run = RunFolder(tmp_path)
     record(run, step(1), step(2))
-    assert "could not be read" not in run_page(run)
+    assert "Unreadable" not in run_page(run)
     with run.metrics.open("a") as file:
         file.write("\n".join(['{"step": 3, "lo'] * torn))
     assert said in run_page(run)

@@ -123,7 +123,8 @@ def _compare_contents(
         if contents.get((step, index), content) != content:
             cause = (
                 f"data: the right samples with different contents in microbatch {index}. If it is read alone, its "
-                "contents are right: a dataset or collation that depends on the data worker, or keeps state between samples"
+                "contents are right: a dataset or collation that depends on the data worker, or keeps state between "
+                "samples"
             )
             rung_result.record_difference(step=step, parameter="(data)", cause=cause)
             return
