@@ -264,7 +264,7 @@ def estimate_step_end(
     if profile.tied and candidate.pp > 1:
         reduce_seconds += 2 * groups.next_stage.send(
             element_bytes * profile.tied / candidate.tp
-        )  # both ends hold part of its gradient
+        )  # the first and the last stage each have a part of the tied weight's gradient
     rank_bytes = element_bytes * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
     moved_bytes = 3 * rank_bytes + 2 * optimizer  # reads and writes state and parameters, reads gradients
     bandwidth = device.bytes_per_second * efficiency.memory

@@ -152,9 +152,9 @@ def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float,
 def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
     """Return the time at which each stage may begin its first forward.
 
-    Before its first forward, a rank runs the start collectives of one of its stages after the other. The first forward
-    of a stage may overlap the last part of them: at most the fraction that can overlap compute, and at most for as long
-    as the forward takes.
+    A rank runs the start collectives of its stages in the order of the stages. The first forward of a stage may overlap
+    the last part of the collectives of this stage: at most the fraction that can overlap compute, and at most for as
+    long as the forward takes.
     """
     start_collectives = [c for c in collectives if c.point is StepPoint.START]
     ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]

@@ -113,7 +113,7 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
         )
     if per_rank > 1:
         add_meaning(f"{per_rank}", per_rank, "accumulated without dividing by the microbatches of a rank")
-        add_meaning(f"1/{per_rank}", 1 / per_rank, "divided by the microbatches of a rank in addition")
+        add_meaning(f"1/{per_rank}", 1 / per_rank, "divided by the count, and then by the microbatches of a rank")
     if num_microbatches > 1:
         add_meaning(f"{num_microbatches}", num_microbatches, "means of microbatches added up without a division")
     add_meaning("2", 2.0, "backward ran twice, or the gradient was added twice")
