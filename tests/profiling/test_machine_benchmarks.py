@@ -323,7 +323,7 @@ def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "paceline.profiling.machine_benchmarks.machine_benchmark.ENTRY",
         "paceline.profiling.machine_benchmarks.benchmark_worker:not_there",
     )
-    with pytest.raises(MachineError, match="probe of 1 rank") as caught:
+    with pytest.raises(MachineError, match="machine benchmark of 1 rank") as caught:
         probe_machine(ranks=1)
     assert "not_there" in caught.value.cause and not list(tmp_path.iterdir())
 
