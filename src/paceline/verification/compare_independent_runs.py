@@ -122,9 +122,9 @@ def _compare_contents(
     for (step, index), content in sorted(expected.items()):
         if contents.get((step, index), content) != content:
             cause = (
-                f"data: the right samples with different contents than in one process, in microbatch {index}. The contents "
-                "are equal if only this batch is read. So a dataset or collation depends on the data worker, or keeps "
-                "state between samples"
+                f"data: the right samples with different contents than in one process, in microbatch {index}. The "
+                "contents are equal if only this batch is read. So a dataset or collation depends on the data worker, "
+                "or keeps state between samples"
             )
             rung_result.record_difference(step=step, parameter="(data)", cause=cause)
             return
