@@ -394,7 +394,7 @@ class NumberRecorder:
         self._has_run = False
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
-        """Set the numbers for the next forward or backward; without samples, it is a stand-in and doesn't count."""
+        """Set the numbers for the next forward or backward. A microbatch without samples is a stand-in: not counted."""
         self._numbers.set_microbatch(microbatch if has_samples else None)
         self._has_run = True
 

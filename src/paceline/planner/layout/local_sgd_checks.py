@@ -47,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, except at a save: each save would move the end of the run",
+            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
             "log.statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }

@@ -25,7 +25,7 @@ class ParameterServerPlanning(RulePlanning):
         {
             "device": "gradients are sent over gloo, which is tested on CPUs only",
             "exact": "the order of arrival is not recorded",
-            "tokens": "token counts arrive some steps late, except at a save: each save would move the end of the run",
+            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
             "log.statistics": "each gradient is that of a single share of a batch",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",

@@ -85,8 +85,9 @@ class ServerStep(SynchronousStep):
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers, and apply pushed gradients.
 
-        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when at most one
-        batch of shares is left that no worker has taken. The batch's result is known once all its shares are pushed.
+        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when the shares
+        that no worker has taken are at most as many as one batch has. The batch's result is known once all its shares
+        are pushed.
         """
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
@@ -216,7 +217,8 @@ class ServerStep(SynchronousStep):
         start_time = time.perf_counter()
         state.lock.wait(_POLL_SECONDS)
         self._waited_seconds += time.perf_counter() - start_time
-        if time.monotonic() - self._last_decision_time > state.patience:  # or the other servers would time out
+        if time.monotonic() - self._last_decision_time > state.patience:
+            # without news, the other servers would time out
             self._broadcast_decision(_WAIT_DECISION)
         limit = max(state.timeout_seconds, CONNECT_SECONDS)
         if not state.num_workers and time.monotonic() - state.last_disconnect_time > limit:

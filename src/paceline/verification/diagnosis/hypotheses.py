@@ -14,7 +14,7 @@ class GradientFacts:
     """Facts about a wrong gradient besides its values; None if a fact is not known."""
 
     counts: Vector
-    """The count of each microbatch: the number by which its loss sum is divided, such as targets."""
+    """The count of each microbatch: the number (of targets, for example) by which its loss sum is divided."""
     ranks: int
     """The number of replicas."""
     samples: int | None = None
