@@ -265,6 +265,7 @@ class Run:
             sys.exit(self.exit_code)
 
     def _resume_command(self, folder: Path) -> str:
+        """Return the command that resumes this run, with the arguments of `pl.Run` that the script must change."""
         change = resume_arguments(folder, resume=self._task.resume, has_run_dir=self._has_run_dir)
         launcher = None if self._script_command else detect_world(os.environ)
         return script_command(launcher, command=self._script_command or sys.orig_argv, change=change)

@@ -21,11 +21,11 @@ from paceline.verification.tensor_distance import euclidean_distance, euclidean_
 MARGIN = 16.0  # the factor from the measured noise to the floor
 # the same for half precision: with 8 or 11 bits, noise is a large share of a gradient, so a factor of 16 hides faults
 _HALF_PRECISION_MARGIN = 4.0
-# A change of the whole gradient is rounding if its norm is at most
-# max(min(MAX_ROUNDING_EPS, _MAX_ROUNDING_FRACTION), _MIN_ROUNDING_EPS), each in its unit:
-MAX_ROUNDING_EPS = 4096.0  # in machine epsilons of the gradient's norm
-_MAX_ROUNDING_FRACTION = 0.02  # of the gradient's norm
-_MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; in bfloat16, larger than the second limit
+# Limits of a change of the whole gradient that counts as rounding, relative to the gradient's norm. The smaller of the
+# first two limits applies, but never less than the third one.
+MAX_ROUNDING_EPS = 4096.0  # in machine epsilons
+_MAX_ROUNDING_FRACTION = 0.02
+_MIN_ROUNDING_EPS = 16.0  # in machine epsilons; in bfloat16 this is more than _MAX_ROUNDING_FRACTION
 _OTHER_KERNELS_FACTOR = 16.0  # multiplies the floors if the layout uses other formulas (see `ReferenceConfig`)
 _NUM_PERTURBED_RUNS = 3
 _MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's norm and before the margin

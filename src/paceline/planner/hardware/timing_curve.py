@@ -12,9 +12,7 @@ from statistics import median
 from typing import Any
 
 _MAX_ITERATIONS = 100
-# A fitted slope is at least this fraction of the smallest seconds / amount among the points. A fitted intercept below
-# this fraction of the first point's seconds becomes 0. One start of the fit has this fraction of the last point's
-# seconds / amount as its slope; another has this fraction of the first point's seconds as its intercept.
+# How small the slope and the intercept of a fitted line may be, relative to the measured points; see `fit_line`.
 _MIN_RATIO = 1e-3
 _MIN_END_RATIO = 0.1  # the least slope beyond the last point, relative to that point's seconds per amount
 _SMALL_RESIDUAL = 0.03  # smaller residuals count by their squares, so that no single point determines the line
