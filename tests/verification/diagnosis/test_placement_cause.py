@@ -43,7 +43,7 @@ def told(mesh: Mesh, parts: dict[str, list[ShardSpec]], copies: Sequence[dict[st
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        (Mesh(tp=2), "a: its gradient is a part on each of tp ranks 0 and 1"),
+        (Mesh(tp=2), "a: only a part of its gradient is on each of tp ranks 0 and 1"),
         (Mesh(cp=2), "not summed over cp"),
         (Mesh(pp=2), "stages 0 and 1 (ranks 0, 1), which both hold it (tied)"),
         (Mesh(tp=2, pp=2), "tp ranks 0 and 1 (ranks 0, 1)"),

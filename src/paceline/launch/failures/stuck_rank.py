@@ -60,7 +60,8 @@ class SilentRank:
 def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
     """Return the stopped ranks, or else the ranks that have finished the fewest steps.
 
-    With a `status_fd`, each of these ranks is asked for its stack. Ranks that only wait for others are excluded if
+    `status_fd` is the descriptor of the file in which ranks write their stacks. With it, each of these ranks is asked
+    for its stack. Ranks that only wait for others are excluded if
     any other rank remains.
     """
     candidates = [_observe_rank(folder, rank, pid) for rank, pid in sorted(pids.items())]

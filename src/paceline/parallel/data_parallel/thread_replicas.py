@@ -81,7 +81,7 @@ class ThreadReducer:
     `target_parameters` are the parameters of the first replica. Each thread sums the gradients of some of them.
     """
 
-    needs_equal_microbatches = False
+    needs_equal_microbatches = False  # see `Reducer.needs_equal_microbatches`
 
     def __init__(
         self,

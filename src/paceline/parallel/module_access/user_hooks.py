@@ -39,8 +39,8 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
                 f"above init.limit, {name} is replaced by a new tensor, and the hook on the old tensor would "
                 "never be called.",
                 cause=_CAUSE,
-                hint="a larger --init.limit, if the model fits into each rank's memory; or do what the hook does in "
-                "loss=",
+                hint="a larger --init.limit, if the model fits into each rank's memory; or move the hook's "
+                "work into loss=",
             )
 
 
@@ -58,5 +58,5 @@ def refuse_lost_hooks(
             raise LayoutError(
                 f"{layout} replaces {name} by a new tensor, and the hook on it would never be called.",
                 cause=_CAUSE,
-                hint="--layout zero2 or ddp, which keep parameters; or do what the hook does in loss= or optimizer=",
+                hint="--layout zero2 or ddp, which keep parameters; or move the hook's work into loss= or optimizer=",
             )

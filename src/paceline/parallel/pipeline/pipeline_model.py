@@ -205,7 +205,8 @@ def _refuse_graph_with_cp_or_ep(mesh: Mesh, no_chain: NoChain | None) -> None:
     axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
     if axis is not None:
         raise LayoutError(
-            f"pp with {axis} needs a chain of blocks. Otherwise pp exports a graph, whose operations {axis} can't see.",
+            f"pp with {axis} needs a chain of blocks. pp exports other models as graphs, and {axis} can't see "
+            "a graph's operations.",
             cause="--place.cut export" if no_chain is None else no_chain.what,
             hint=f"--layout pp or --layout {axis} alone",
         )

@@ -138,7 +138,8 @@ def fit_line(points: Sequence[Point]) -> Line:
     """Return the line with the smallest relative error, robust against outliers.
 
     Damped least squares (Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963) minimise
-    the logarithms of line over measurement. Weights make an outlier count by its distance, not by the square of it.
+    the sizes of log(line / measured seconds) at all points. Weights make an outlier count by its distance, not by the
+    square of it.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount

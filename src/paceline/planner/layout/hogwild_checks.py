@@ -19,7 +19,7 @@ class HogwildPlanning(RulePlanning):
         {
             "device": "workers share the machine's memory, not a GPU's",
             "exact": "the order in which workers write to the model is not reproducible",
-            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
+            "tokens": "tokens of a step are counted late, but at once before a save: saves would change the last step",
             "log.statistics": "each worker has gradients of its own",
             "fp16": "each worker would have its own loss scale",
             "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",

@@ -47,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
+            "tokens": "tokens of a step are counted late, but at once before a save: saves would change the last step",
             "log.statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }

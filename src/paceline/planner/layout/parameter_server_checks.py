@@ -25,7 +25,7 @@ class ParameterServerPlanning(RulePlanning):
         {
             "device": "gradients are sent over gloo, which is tested on CPUs only",
             "exact": "the order of arrival is not recorded",
-            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
+            "tokens": "tokens of a step are counted late, but at once before a save: saves would change the last step",
             "log.statistics": "each gradient is that of a single share of a batch",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",

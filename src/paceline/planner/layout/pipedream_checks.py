@@ -26,7 +26,7 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": "a step's tokens are counted some steps later; a save counts them at once and would move the end",
+            "tokens": "tokens of a step are counted late, but at once before a save: saves would change the last step",
             "log.statistics": "the stages are at different updates when a step is logged",
             "skip": "a stage cannot skip a step that other stages have already taken",
             "sync_bn": "statistics of several weight versions would mix",

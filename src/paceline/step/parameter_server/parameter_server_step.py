@@ -108,7 +108,7 @@ class ServerStep(SynchronousStep):
 
     @override
     def finish_pending(self) -> None:
-        """Wait until every leased share is applied.
+        """Wait until all shares of all open batches are applied.
 
         If the server is not open yet, open it: the caller may now run a long evaluation before the first batch, and an
         open server tells the workers to wait.
@@ -303,7 +303,8 @@ class ServerStep(SynchronousStep):
         if sums_shares:
             batch.reduction.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        counts = batch.result.totals.counts if sums_shares else None  # a share may lack targets for a term
+        # None: `commit` does not check the counts, because one share may lack targets for a term
+        counts = batch.result.totals.counts if sums_shares else None
         nonfinite_terms = batch.result.totals.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(
             step=batch.number + 1,

@@ -13,7 +13,7 @@ from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 
 
 class StageRunner:
-    """The computations of one rank's stages, for `schedule_interpreter`, whose protocol `StageWork` it implements.
+    """The computations of one rank's stages. It implements the protocol `StageWork` of `schedule_interpreter`.
 
     `run_model(microbatch)` runs the forward and, on the last stage, the loss. `before_forward(microbatch)` runs before
     each forward on every stage, for example `RandomStreams.enter`. `results` has the last stage's outputs by

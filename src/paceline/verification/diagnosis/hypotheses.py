@@ -48,7 +48,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A mistake, the weights of the microbatches that it causes, and the facts that it predicts.
+    """A mistake, the weight that it gives each microbatch, and the facts that it predicts.
 
     An `expects_...` that is None predicts nothing.
     """

@@ -107,8 +107,8 @@ def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
     group = case.rank_names.equal_shard_groups(name, axis)[0]
     tied = ", which both hold it (tied)" if axis == "pp" else ""
     return (
-        f"its gradient is a part on each of {case.rank_names.describe_axis_group(axis, group)}{tied}, and the parts "
-        f"add up to the right one: it was not summed over {axis if axis != 'pp' else 'the stages (pp)'}"
+        f"only a part of its gradient is on each of {case.rank_names.describe_axis_group(axis, group)}{tied}, and the "
+        f"parts add up to the right one: it was not summed over {axis if axis != 'pp' else 'the stages (pp)'}"
     )
 
 
