@@ -40,8 +40,9 @@ from paceline.trainer.setup.prepare import PreparedJob, join_world
 class LocalMachineRequest:
     """The input of `plan_local_layouts` besides the job.
 
-    `seconds` is the time limit for timing layouts, 0 for no timing. `fleet` is a `Cluster` as JSON. If it is None, the
-    machines are benchmarked for `probe_seconds`. `node_bytes` is the memory of a node or, with GPUs, of each GPU.
+    `seconds` is the time limit for timing layouts. With 0, no layout is timed. `fleet` is a `Cluster` as JSON. If it is
+    None, the machines are benchmarked for `probe_seconds`. `node_bytes` is the memory of a node or, with GPUs, of each
+    GPU.
     """
 
     seconds: float

@@ -139,9 +139,9 @@ class ContextParallelMode(TorchFunctionMode):
     def _draw_dropout_mask(
         self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None
     ) -> Tensor | None:
-        """Draw the dropout mask of all attention weights, as one process does; return this rank's part of it.
+        """Draw the dropout mask of all attention weights, as one process does, and return this rank's part of it.
 
-        The part has this rank's queries and, under tensor parallelism, its heads; it is None for a rate `p` of 0.
+        The part has this rank's queries and, under tensor parallelism, its heads. If the rate `p` is 0, it is None.
         """
         if p == 0.0:
             return None

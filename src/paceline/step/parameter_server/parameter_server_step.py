@@ -303,7 +303,7 @@ class ServerStep(SynchronousStep):
         if sums_shares:
             batch.reduction.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        # None: `commit` does not check the counts, because one share may lack targets for a term
+        # one share may lack targets for a term, so its counts are no cause of a loss that is not finite
         counts = batch.result.totals.counts if sums_shares else None
         nonfinite_terms = batch.result.totals.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(
