@@ -190,7 +190,7 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "BASE(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]))", (), 2, "LBFGS, whose step() needs a closure"),
     "a schedule that wants a metric": (
         "BASE(lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "ReduceLROnPlateau, whose step() needs metrics"),
-    "count and loss disagree": ("BASE(count=lambda b: len(b[-1]) + 1)", (), 2, "count= gives 14 for the term loss"),
+    "count and loss disagree": ("BASE(count=lambda b: len(b[-1]) + 1)", (), 2, "count= gives 14 for the term 'loss'"),
     "loss of wrong shape": ("BASE(loss=lambda o, b: (o, 1))", (), 2, "has shape"),
     "loss is a number": ("BASE(loss=lambda o, b: (o.sum().item(), 1))", (), 2, "return the tensor itself"),
     "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "returned a list"),

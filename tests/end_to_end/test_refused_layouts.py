@@ -173,7 +173,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "cp and a mean": (f"job_of({_BOTH}, loss=mean)", "cp", (), "the loss is one number"),
     "cp and neighbours": (f"job_of({_BOTH}, loss=neighbours)", "cp", (), "parts add up to"),
     "cp and a pooled output": (f"job_of(Pooled, {_BOTH}, loss=classed)", "cp", (), "the model's own forward"),
-    "cp and attention by hand": (f"job_of(ByHand, {_BOTH})", "cp", (), "the first one that differs comes from head"),
+    "cp and attention by hand": (f"job_of(ByHand, {_BOTH})", "cp", (), "the first one that differs comes from the module head"),
     "cp on a sliding window": ("hugging('Mistral', sliding_window=4)", "cp", (), "sliding_window=4 is shorter"),
     "cp on an encoder-decoder": ("translation()", "cp", (), "has two sequences"),
     "ep without experts": ("job_of()", "ep", (), "Tiny has no experts to split"),

@@ -574,7 +574,7 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
     shop.write("terms.py", TERMS)
     words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
     ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
-    assert ended.code == 2 and "for the term few over the global batch, but the loss returns 1" in ended.text, (
+    assert ended.code == 2 and "for the term 'few' over the global batch, but the loss returns 1" in ended.text, (
         ended.text
     )
 

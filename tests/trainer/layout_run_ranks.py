@@ -46,7 +46,7 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
     )
     run = Run.worker(task)
     assert run._prepared_job is not None
-    session = run._session = open_session(run._prepared_job, world=world, run_for_on_eval=run)
+    session = run._session = open_session(run._prepared_job, world=world, on_eval_argument=run)
     begun = session.loop.cursor.samples
     losses = [run.step(batch).loss for batch in run.batches()]
     answer: dict[str, Any] = {"begun": begun, "losses": losses, "samples": session.loop.cursor.samples}

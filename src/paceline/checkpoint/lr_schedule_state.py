@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from paceline.checkpoint.optimizer_options import Options, changed_keys, current_options
 from paceline.checkpoint.state_json import (
     decode_state,
-    drop_job_created,
     encode_state,
-    job_created_kind,
     normalize_numbers,
+    remove_unwritable_values,
+    unwritable_kind,
 )
 from paceline.errors import CheckpointError
 from paceline.step.optimizer_update import lr_scheduler_error, step_lr_scheduler
@@ -89,7 +89,7 @@ def scheduled_options(group: Mapping[str, Any]) -> set[str]:
 
 def load_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
     """Load a schedule's saved state. Values that a checkpoint can't hold stay as the job has created them."""
-    schedule.load_state_dict({**schedule.state_dict(), **decode_state(drop_job_created(saved))})
+    schedule.load_state_dict({**schedule.state_dict(), **decode_state(remove_unwritable_values(saved))})
 
 
 def advance_schedule(schedule: Any, *, steps: int) -> None:
@@ -137,7 +137,7 @@ def _describe(schedule: Any) -> dict[str, Any]:
     schedule_type = type(schedule)
     return {
         "kind": schedule_type.__name__,
-        "state": drop_job_created(encode_state(state, where=schedule_type.__name__, store=_digest_tensor)),
+        "state": remove_unwritable_values(encode_state(state, where=schedule_type.__name__, store=_digest_tensor)),
         "functions": _describe_functions(schedule),
         "inner": [_describe(inner) for inner in getattr(schedule, _INNER_SCHEDULES, ())],
     }
@@ -240,7 +240,7 @@ def _encode_values(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
             continue
         with suppress(CheckpointError, RecursionError):  # large tensors and cyclic objects are not settings
             encoded_value = encode_state(value, where=name)
-            if not job_created_kind(encoded_value) and len(repr(encoded_value)) <= _MAX_TEXT:
+            if not unwritable_kind(encoded_value) and len(repr(encoded_value)) <= _MAX_TEXT:
                 encoded[name] = encoded_value
     return encoded
 
@@ -301,5 +301,5 @@ def _format_change(name: str, saved: Mapping[str, Any], current: Mapping[str, An
 
 
 def _format_value(value: Any) -> str:
-    text = str(normalize_numbers(value) if job_created_kind(value) else decode_state(value, fetch=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
+    text = str(normalize_numbers(value) if unwritable_kind(value) else decode_state(value, fetch=lambda _: "a tensor"))  # type: ignore[arg-type,return-value]
     return text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state_json import decode_state, encode_state, job_created_kind, normalize_numbers
+from paceline.checkpoint.state_json import decode_state, encode_state, normalize_numbers, unwritable_kind
 
 KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # they do not change the result
 _IGNORED_KEYS = {"params", "param_names", *KERNEL_OPTIONS}
@@ -69,7 +69,7 @@ def _is_same(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     if key in saved and key in current:
         return bool(normalize_numbers(saved[key]) == normalize_numbers(current[key]))
     return bool(
-        job_created_kind((saved if key in saved else current)[key])
+        unwritable_kind((saved if key in saved else current)[key])
     )  # earlier versions did not record such an option
 
 
@@ -96,5 +96,5 @@ def _describe_groups(optimizers: Sequence[Mapping[str, Any]]) -> str:
 def _format_option(options: Mapping[str, Any], key: str) -> str:
     if key not in options:
         return "absent"
-    value = normalize_numbers(options[key]) if job_created_kind(options[key]) else decode_state(options[key])
+    value = normalize_numbers(options[key]) if unwritable_kind(options[key]) else decode_state(options[key])
     return str(value)

@@ -12,7 +12,7 @@ from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.optimizer_options import KERNEL_OPTIONS
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard, writer_rank
-from paceline.checkpoint.state_json import decode_state, drop_job_created, encode_state, job_created_kind
+from paceline.checkpoint.state_json import decode_state, encode_state, remove_unwritable_values, unwritable_kind
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
 from paceline.comm.collective_errors import first_value_per_key
 from paceline.comm.process_group import World
@@ -110,12 +110,12 @@ def split_state(
     store = partial(_store_nested, nested, accepts)
     values = {key: value for key, value in state.items() if key not in tensors}
     encoded = encode_state(values, where=f"the state of {kind} for {name}", store=store)
-    if job_created_kind(encoded):
+    if unwritable_kind(encoded):
         encoded_by_key = {
             key: encode_state([key, value], where=kind, store=_placeholder_name) for key, value in values.items()
         }
-        bad_key = next(key for key, pair in encoded_by_key.items() if job_created_kind(pair))
-        raise _unwritable_error(f"the state {bad_key!r} of {kind} for {name}", job_created_kind(encoded))
+        bad_key = next(key for key, pair in encoded_by_key.items() if unwritable_kind(pair))
+        raise _unwritable_error(f"the state {bad_key!r} of {kind} for {name}", unwritable_kind(encoded))
     return {**tensors, **nested}, encoded
 
 
@@ -165,7 +165,7 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
     for key, value in values.items():
         is_tensor = isinstance(key, Tensor)
         encoded_key = None if is_tensor else encode_state(key, where=kind)
-        if is_tensor or job_created_kind(encoded_key) or key in addresses:
+        if is_tensor or unwritable_kind(encoded_key) or key in addresses:
             raise CheckpointError(
                 f"the state of {kind} has a key that can't be saved: "
                 + (
@@ -178,8 +178,8 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
                 hint="self.state[parameter], with the parameters of self.param_groups",
             )
         pairs.append([encoded_key, encode_state(value, where=kind, store=store)])
-        if job_created_kind(pairs[-1][1]):
-            raise _unwritable_error(f"the state of {kind} under {key!r}", job_created_kind(pairs[-1][1]))
+        if unwritable_kind(pairs[-1][1]):
+            raise _unwritable_error(f"the state of {kind} under {key!r}", unwritable_kind(pairs[-1][1]))
     if nested and not shards.sharded.is_unsharded:
         raise _unassigned_state_error(kind, [pair[0] for pair in pairs])
     return pairs, nested
@@ -242,7 +242,7 @@ def load_group_options(
 ) -> None:
     """Load the saved options of each group, except those in `excluded` and those that a checkpoint can't hold."""
     for group, saved, excluded_keys in zip(optimizer.param_groups, groups, excluded, strict=True):
-        for key, value in decode_state(drop_job_created(saved["options"])).items():
+        for key, value in decode_state(remove_unwritable_values(saved["options"])).items():
             if key not in KERNEL_OPTIONS and key not in excluded_keys:
                 group[key] = _move_to_device_of(value, group.get(key))
 

@@ -1,6 +1,7 @@
 """State dicts as JSON. Numbers of every type, tuples, keys that are numbers, and small tensors can be read back.
 
-Functions, classes and other objects can't be written without pickle. The job creates them again on a resume.
+Functions, classes and other objects can't be written without pickle: they are unwritable. The job creates them again on
+a resume.
 """
 
 from collections import Counter, deque
@@ -15,7 +16,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 
 _TAG = "__paceline__"
-_JOB_CREATED = "made anew"  # written to files, so a change would make old checkpoints unreadable
+_UNWRITABLE = "made anew"  # written to files, so a change would make old checkpoints unreadable
 _MAX_ELEMENTS = 4096
 _NUMPY_KINDS = "biufc"
 
@@ -26,7 +27,7 @@ FetchTensor = Callable[[str], Tensor]
 
 
 def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) -> Any:
-    """Return JSON for a value of a `state_dict`. A function or class becomes a marker: the job must create it again.
+    """Return JSON for a value of a `state_dict`. An unwritable value, such as a function or a class, becomes a marker.
 
     `where` names the value in an error. `store` saves a tensor elsewhere and returns its name there. A small tensor
     becomes JSON if there is no `store`, or if `store` returns None.
@@ -39,14 +40,14 @@ def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) ->
     if value is None or type(value) in (bool, int, str, float):
         return value
     if isinstance(value, Enum | torch.dtype | torch.device):
-        return {_TAG: _JOB_CREATED, "value": type(value).__name__, "is": str(value)}
+        return {_TAG: _UNWRITABLE, "value": type(value).__name__, "is": str(value)}
     if isinstance(value, bool | int | str | float):
         return value
     if isinstance(value, complex):
         return {_TAG: "complex", "value": [value.real, value.imag]}
     if isinstance(value, Tensor):
         if store is not None and (value.layout is not torch.strided or value.is_quantized):
-            return {_TAG: _JOB_CREATED, "value": "quantized tensor" if value.is_quantized else "sparse tensor"}
+            return {_TAG: _UNWRITABLE, "value": "quantized tensor" if value.is_quantized else "sparse tensor"}
         name = None if store is None else store(value)
         return _encode_tensor(value, where) if name is None else {_TAG: "stored", "value": name}
     if isinstance(value, Mapping):
@@ -61,7 +62,7 @@ def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) ->
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         encoded = {_TAG: kind, "value": [encode_state(item, where=where, store=store) for item in items]}
         return {**encoded, "maxlen": value.maxlen} if isinstance(value, deque) else encoded
-    return {_TAG: _JOB_CREATED, "value": type(value).__name__}
+    return {_TAG: _UNWRITABLE, "value": type(value).__name__}
 
 
 def decode_state(value: Any, *, fetch: FetchTensor | None = None) -> Any:
@@ -102,19 +103,19 @@ def _decode(value: Any, fetch: FetchTensor | None) -> Any:
     return None
 
 
-def drop_job_created(value: Any) -> Any:
-    """Return encoded state without the values that only the job can create, and without lists that contain them."""
+def remove_unwritable_values(value: Any) -> Any:
+    """Return encoded state without the values that could not be written, and without lists that contain them."""
     if isinstance(value, Mapping) and value.get(_TAG) is None:
-        return {key: drop_job_created(item) for key, item in value.items() if not _is_job_created(item)}
-    return [drop_job_created(item) for item in value] if isinstance(value, list) else value
+        return {key: remove_unwritable_values(item) for key, item in value.items() if not _is_unwritable(item)}
+    return [remove_unwritable_values(item) for item in value] if isinstance(value, list) else value
 
 
-def job_created_kind(value: Any) -> str:
-    """Return the type of the first value in encoded state that only the job can create, or an empty string."""
-    if isinstance(value, Mapping) and value.get(_TAG) == _JOB_CREATED:
+def unwritable_kind(value: Any) -> str:
+    """Return the type of the first value in encoded state that could not be written, or an empty string."""
+    if isinstance(value, Mapping) and value.get(_TAG) == _UNWRITABLE:
         return str(value["value"])
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
-    return next((kind for item in inner if (kind := job_created_kind(item))), "")
+    return next((kind for item in inner if (kind := unwritable_kind(item))), "")
 
 
 def normalize_numbers(value: Any) -> Any:
@@ -128,24 +129,24 @@ def normalize_numbers(value: Any) -> Any:
         while isinstance(inner, list) and len(inner) == 1:
             inner = inner[0]
         return inner
-    if tag == _JOB_CREATED:
+    if tag == _UNWRITABLE:
         return value.get("is")
     if tag in _COLLECTIONS:  # earlier versions wrote every collection as a tuple
         return {_TAG: "tuple", "value": normalize_numbers(inner)}
     return {key: normalize_numbers(item) for key, item in value.items()}
 
 
-def _is_job_created(item: Any) -> bool:
+def _is_unwritable(item: Any) -> bool:
     """Return whether only the job can create the item, or an element of it if it is a list or tuple."""
     if isinstance(item, Mapping):
         inner = item.get("value")
-        return item.get(_TAG) == _JOB_CREATED or (item.get(_TAG) in _COLLECTIONS and _is_job_created(inner))
-    return isinstance(item, list) and any(_is_job_created(element) for element in item)
+        return item.get(_TAG) == _UNWRITABLE or (item.get(_TAG) in _COLLECTIONS and _is_unwritable(inner))
+    return isinstance(item, list) and any(_is_unwritable(element) for element in item)
 
 
 def _encode_numpy(value: Any) -> dict[str, Any]:
     if value.dtype.kind not in _NUMPY_KINDS or value.size > _MAX_ELEMENTS or value.dtype.itemsize > 16:
-        return {_TAG: _JOB_CREATED, "value": type(value).__name__}
+        return {_TAG: _UNWRITABLE, "value": type(value).__name__}
     is_complex = value.dtype.kind == "c"
     inner = np.stack([value.real, value.imag], axis=-1).tolist() if is_complex else value.tolist()
     shape = list(value.shape) if isinstance(value, np.ndarray) else None

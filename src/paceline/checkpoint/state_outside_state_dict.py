@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard
-from paceline.checkpoint.state_json import decode_state, encode_state, job_created_kind
+from paceline.checkpoint.state_json import decode_state, encode_state, unwritable_kind
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError
@@ -128,7 +128,7 @@ def get_extra_state(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict(keep_vars=True).items():
         if _is_extra(name):
             encoded[name] = encode_state(value, where=name)
-            kind = job_created_kind(encoded[name])
+            kind = unwritable_kind(encoded[name])
             if kind:
                 raise CheckpointError(
                     f"{name} holds a value of type {kind}, which can't be saved.",

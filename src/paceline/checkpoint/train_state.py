@@ -24,7 +24,7 @@ from paceline.checkpoint.optimizer_state import (
 )
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard, writer_rank
 from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
-from paceline.checkpoint.state_json import decode_state, drop_job_created, encode_state
+from paceline.checkpoint.state_json import decode_state, encode_state, remove_unwritable_values
 from paceline.checkpoint.state_outside_state_dict import (
     NonPersistentBuffers,
     get_extra_state,
@@ -112,7 +112,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
     return files, {
         "aliases": aliases,
         "optimizers": optimizer_scalars(train_state.update.optimizers, shards, scalars),
-        "schedules": [drop_job_created(s) for s in schedules],
+        "schedules": [remove_unwritable_values(s) for s in schedules],
         "scaler": None if scaler is None else encode_state(scaler.state_dict(), where="the loss scaler"),
         "extra_state": _gather_extra_state(train_state),
     }

@@ -8,7 +8,10 @@ _MAX_BYTES = 4 << 20
 
 
 def _unreadable_reason(path: Path) -> str:
-    """Return why a path can't be read as text, or an empty string; a shell's pipe (`<(...)`) may be read."""
+    """Return what makes a path unreadable as text; an empty string means that it can be read.
+
+    A shell's pipe (`<(...)`) can be read.
+    """
     if path.is_dir():
         return "a folder"
     if path.is_char_device() or path.is_block_device() or path.is_socket():
@@ -31,7 +34,7 @@ def read_user_text(path: Path, *, expected: str, hint: str) -> str:
         raise
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{path.name} is not text, but {expected} must be.",
+            f"{path.name} can't be read as {expected}: it is not a text file.",
             where=f"{path}, byte {error.start}",
             cause="the wrong file, or a file that was not saved as UTF-8",
             hint=hint,

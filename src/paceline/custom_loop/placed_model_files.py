@@ -20,7 +20,7 @@ from paceline.checkpoint.optimizer_state import (
     split_state,
 )
 from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
-from paceline.checkpoint.state_json import decode_state, drop_job_created
+from paceline.checkpoint.state_json import decode_state, remove_unwritable_values
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
@@ -186,7 +186,7 @@ def _shard_of_state(
 def _optimizer_options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's type, its groups' options as far as JSON can hold them, and its state without tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
-    return {"kind": optimizer["kind"], "groups": drop_job_created(options), "scalars": optimizer["scalars"]}
+    return {"kind": optimizer["kind"], "groups": remove_unwritable_values(options), "scalars": optimizer["scalars"]}
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:

@@ -56,8 +56,8 @@ class StepTotals:
             actual = self.counts.get(name, 0.0)
             if not math.isclose(expected, actual, rel_tol=_COUNT_TOLERANCE, abs_tol=_COUNT_TOLERANCE):
                 raise JobError(
-                    f"count= gives {expected:g} for the term {name} over the global batch, but the "
-                    f"loss returns {actual:g}.",
+                    f"count= gives {expected:g} for the term {name!r} over the global batch, but "
+                    f"the loss returns {actual:g}.",
                     cause="they count different things: samples or tokens, all targets or unmasked ones",
                     hint="count=lambda batch: the same number as the loss returns with its sum",
                 )

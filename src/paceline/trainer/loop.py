@@ -37,8 +37,8 @@ from paceline.trainer.step_logger import StepLogger
 class Loop:
     """The training loop of one rank.
 
-    Every rank makes the same decisions, because decisions depend only on values that all ranks share. `run_for_on_eval`
-    is the argument of the job's `on_eval`.
+    Every rank makes the same decisions, because decisions depend only on values that all ranks share. The
+    job's function `on_eval` is called with `on_eval_argument`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Loop:
         progress: Progress,
         memory_baseline: MemoryBaseline,
         forecast_check: ForecastCheck,
-        run_for_on_eval: Any = None,
+        on_eval_argument: Any = None,
     ) -> None:
         self.setup = setup
         self.cursor = cursor
@@ -77,7 +77,7 @@ class Loop:
         self._memory_baseline = memory_baseline
         self.forecast_check = forecast_check
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
-        self._run_for_on_eval = run_for_on_eval
+        self._on_eval_argument = on_eval_argument
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -247,7 +247,7 @@ class Loop:
                 return None
             self._send_heartbeat(phase="on_eval")
             on_eval_numbers, on_eval_text = split_numbers_and_text(
-                self.setup.job.on_eval(self._run_for_on_eval) if self.setup.job.on_eval else None
+                self.setup.job.on_eval(self._on_eval_argument) if self.setup.job.on_eval else None
             )
         if self.setup.job.on_eval:
             self.setup.step.finish_pending()  # under Hogwild, no worker may train while another reads the weights

@@ -214,7 +214,7 @@ class Run:
                 raise WorkerFinished(run_worker(prepared_job))
             world = join_world(prepared_job)
             self._run_lock = lock_run_dir(prepared_job.task, world=world)
-            self._session = open_session(prepared_job, world=world, run_for_on_eval=self)
+            self._session = open_session(prepared_job, world=world, on_eval_argument=self)
             if self._is_in_script and prepared_job.plan.update_rule.is_synchronous:
                 self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:

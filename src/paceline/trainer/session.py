@@ -135,7 +135,7 @@ class Session:
         self.world.close()
 
 
-def open_session(prepared_job: PreparedJob, *, world: World, run_for_on_eval: Any = None) -> Session:
+def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: Any = None) -> Session:
     """Build model, data, loop and sinks of a task, load its checkpoint, and emit `RunStarted`. Every rank calls this.
 
     Raises:
@@ -165,7 +165,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, run_for_on_eval: An
         requested_checkpoint=requested_checkpoint,
         memory_baseline=memory_baseline.after_build(),
     )
-    return session_builder.build(run_for_on_eval, start_time=start_time)
+    return session_builder.build(on_eval_argument, start_time=start_time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class _SessionBuilder:
     requested_checkpoint: Path | None
     memory_baseline: MemoryBaseline
 
-    def build(self, run_for_on_eval: Any, *, start_time: float) -> Session:
+    def build(self, on_eval_argument: Any, *, start_time: float) -> Session:
         """Load the checkpoint, build the session, and announce the run."""
         prepared_job = self.prepared_job
         forecast = self._find_forecast()
@@ -207,7 +207,7 @@ class _SessionBuilder:
         loop = self._make_loop(
             cursor,
             loaded,
-            run_for_on_eval,
+            on_eval_argument,
             loader=loader,
             event_bus=bus,
             checkpointer=checkpointer,
@@ -303,7 +303,7 @@ class _SessionBuilder:
         self,
         cursor: Cursor,
         loaded: OpenCheckpoint | None,
-        run_for_on_eval: Any,
+        on_eval_argument: Any,
         *,
         loader: BatchLoader,
         event_bus: EventBus,
@@ -331,7 +331,7 @@ class _SessionBuilder:
             progress=Progress.from_json(saved_progress),
             memory_baseline=self.memory_baseline,
             forecast_check=forecast_check,
-            run_for_on_eval=run_for_on_eval,
+            on_eval_argument=on_eval_argument,
         )
 
     def _total_steps(self, length: Length) -> int | None:

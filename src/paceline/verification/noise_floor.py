@@ -21,8 +21,8 @@ from paceline.verification.tensor_distance import euclidean_distance, euclidean_
 MARGIN = 16.0  # the factor from the measured noise to the floor
 # the same for half precision: with 8 or 11 bits, noise is a large share of a gradient, so a factor of 16 hides faults
 _HALF_PRECISION_MARGIN = 4.0
-# A change of the whole gradient counts as rounding up to these limits, relative to the gradient's norm. The
-# smaller of the first two limits applies, but never less than the third one.
+# A change of the whole gradient is called rounding if it is at most a limit, relative to the gradient's norm. The limit
+# is the smaller of the first two numbers, but at least the third one.
 MAX_ROUNDING_EPS = 4096.0  # in machine epsilons
 _MAX_ROUNDING_FRACTION = 0.02
 _MIN_ROUNDING_EPS = 16.0  # in machine epsilons; in bfloat16 this is more than _MAX_ROUNDING_FRACTION

@@ -352,8 +352,8 @@ def test_a_loss_that_asks_for_float32_is_compared_in_float64_too(kind: torch.dty
 
 
 REFUSED = [
-    (lambda: own(attention="matmul"), r"first one that differs comes from (head|the model's own)"),
-    (lambda: own(positions="sum"), r"first one that differs comes from qkv \(Linear\)"),
+    (lambda: own(attention="matmul"), r"first one that differs comes from (the module head|the model's own)"),
+    (lambda: own(positions="sum"), r"first one that differs comes from the module qkv \(Linear\)"),
     (lambda: transformer(LLAMA, attn_implementation="eager"), "uses 'eager' attention"),
     (
         lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2),

@@ -211,5 +211,5 @@ def test_a_bias_from_the_distance_of_positions_is_refused_by_name() -> None:
             x = self.embed(ids)
             return self.head((x @ x.mT + slant).softmax(-1) @ self.v(x))
 
-    with pytest.raises(LayoutError, match=r"the first one that differs comes from slope \(Embedding\)"):
+    with pytest.raises(LayoutError, match=r"the first one that differs comes from the module slope \(Embedding\)"):
         check(Slanted())

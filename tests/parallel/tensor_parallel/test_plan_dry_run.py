@@ -120,7 +120,7 @@ def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(mo
     """`u.flip(0, 1)` with dimension 1 cut: turned within each piece, which no shape shows."""
     monkeypatch.setitem(RULES, "flip", lambda call: _like(call, call.values()[0].local.flip(0, 1)))
     with pytest.raises(
-        LayoutError, match=r"flip on a tensor that tp=2 splits gives values that differ .* \(rank 0\)"
+        LayoutError, match=r"flip on a tensor split by tp=2 gives values that differ .* \(rank 0\)"
     ) as caught:
         choose_plan(Deciding(lambda u: u.flip(0, 1)), ranks=2, run=run)
     assert "test_plan_dry_run.py" in caught.value.where
@@ -130,7 +130,7 @@ def test_a_sum_over_ranks_that_is_left_out_stops_the_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "paceline.parallel.tensor_parallel.rules.matmul.reduce_from_parallel_region", lambda partial, wire: partial
     )
-    with pytest.raises(LayoutError, match="linear on a tensor that tp=2 splits gives values"):
+    with pytest.raises(LayoutError, match="linear on a tensor split by tp=2 gives values"):
         choose_plan(Deciding(torch.tanh), ranks=2, run=run)
 
 

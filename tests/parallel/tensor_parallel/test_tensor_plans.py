@@ -350,7 +350,7 @@ def test_check_plan_names_a_plan_that_changes_the_output(monkeypatch: pytest.Mon
 def test_check_plan_names_a_run_that_is_another_each_time() -> None:
     model = models.Mlp()
     plan = derive_plan(model, run=models.mlp_run, ranks=2)
-    with pytest.raises(JobError, match="different outputs of the whole Mlp each time"):
+    with pytest.raises(JobError, match="two calls of run with the same Mlp return different outputs"):
         check_plan(model, plan=plan, run=lambda m: m(torch.randn(3, 6)), ranks=2)
 
 

@@ -288,13 +288,13 @@ def _compare(
 def _first_different_module(
     full_result: _RunResult, shard_results: Sequence[_RunResult], sharding: SequenceSharding
 ) -> str:
-    """Return the name and class of the first module, in call order, whose outputs differ."""
+    """Return, in words, the first module in call order whose outputs differ."""
     for name, expected in full_result.module_outputs.items():
         outputs = [result.module_outputs.get(name) for result in shard_results]
         if any(m is None for m in outputs) or not equal_when_joined(
             expected, [m for m in outputs if m is not None], sharding
         ):
-            return name
+            return f"the module {name}"
     return "the model's own forward, after its last module"
 
 

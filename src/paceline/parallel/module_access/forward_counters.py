@@ -11,8 +11,8 @@ number still follows this rule. If a new number is found, or a known number brea
 A rank alone can't reproduce other changes, such as a factor that decays. The values then differ between ranks, and a
 note says so. The exception is a model whose forwards run sequentially: its ranks send the values to each other.
 
-`ForwardNumbers` tracks the numbers through the steps. `NumberRecorder` uses it for models without BatchNorm statistics,
-and `running_statistics` for models with them.
+`ForwardNumbers` tracks the numbers through the steps. It is used by `NumberRecorder` for models without BatchNorm
+statistics, and by `running_statistics` for models with them.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence

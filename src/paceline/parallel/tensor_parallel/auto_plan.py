@@ -396,8 +396,8 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int,
             for pair in zip(rerun, expected, strict=True)
         ):
             raise JobError(
-                f"run gives different outputs of the whole {type(model).__name__} each time, so "
-                "no plan can be checked.",
+                f"two calls of run with the same {type(model).__name__} return different outputs, so no plan can be "
+                "checked.",
                 cause="run makes a new batch each time, or the model draws random numbers in evaluation mode too",
                 hint="make the batch once, outside run: batch = torch.randn(4, 16), run = lambda model: model(batch)",
             )

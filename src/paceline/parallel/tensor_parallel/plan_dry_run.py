@@ -215,7 +215,7 @@ class PlanCheckGroup(DryRunGroup):
                 difference = _describe_difference(local, expected, reference)
                 if difference:
                     raise LayoutError(
-                        f"{name.strip('.')} on a tensor that tp={self.size} splits gives {difference} (rank {rank}).",
+                        f"{name.strip('.')} on a tensor split by tp={self.size} gives {difference} (rank {rank}).",
                         where=str(current_user_line() or ""),
                         cause="the plan was tried on one microbatch, and each function was compared with one process",
                         hint="--place.replicate NAME for the module that computes this tensor, or --layout fsdp; "

@@ -15,7 +15,8 @@ _MAX_ITERATIONS = 100
 # How small the slope and the intercept of a fitted line may be, relative to the measured points; see `fit_line`.
 _MIN_RATIO = 1e-3
 _MIN_END_RATIO = 0.1  # the least slope beyond the last point, relative to that point's seconds per amount
-_SMALL_RESIDUAL = 0.03  # smaller residuals count by their squares, so that no single point determines the line
+# Up to this residual, the cost of a point grows with the square of its residual, and beyond it only in proportion.
+_SMALL_RESIDUAL = 0.03
 _MIN_GAIN = 1e-9  # the fit ends when the cost improves by a smaller fraction
 _MAX_DAMPING = 1e9  # the fit ends when this damping does not improve the cost
 _MAX_LOG = 200.0  # the largest logarithm of a parameter of the line

@@ -9,6 +9,11 @@ from paceline.config.update_rule import UpdateRule
 from paceline.errors import PacelineError
 from paceline.planner.layout.mesh import Mesh
 
+DELAYED_TOKENS = (
+    "tokens are counted some steps later, but before a save immediately, so the step at which the run ends would "
+    "depend on when it saves"
+)
+
 
 class RulePlanning:
     """The layouts, batches and settings an update rule supports. The defaults are those of the synchronous rule."""

@@ -29,7 +29,8 @@ Simplicity = tuple[int, int, int, int, int]  # see `simplicity_key`
 def simplicity_key(candidate: Candidate) -> Simplicity:
     """Return a sort key that is smaller for simpler candidates.
 
-    It is the number of axes, of model axes and of options, then the position of the family, then the ZeRO stage.
+    Its five entries are the number of axes, the number of model axes, the number of options, the position of the
+    family, and the ZeRO stage.
     """
     num_options = sum(getattr(candidate, name) != default for name, default in _OPTIONS.items())
     num_model_axes = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)

@@ -43,7 +43,7 @@ from paceline.step.step_totals import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
-_RETAINED_BATCHES = 256  # cheap: a server's batches hold no samples
+_RETAINED_BATCHES = 256  # see `num_retained_batches`
 _POLL_SECONDS = 0.5
 # The first server's decisions, which it sends to the others: apply these gradients; no news yet; return from the step.
 _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
@@ -85,9 +85,9 @@ class ServerStep(SynchronousStep):
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers, and apply pushed gradients.
 
-        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when the shares
-        that no worker has taken are at most as many as one batch has. The batch's result is known once all its shares
-        are pushed.
+        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when
+        so many shares are taken by workers that those still free would fit into one batch. The batch's result is known
+        once all its shares are pushed.
         """
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
@@ -118,6 +118,8 @@ class ServerStep(SynchronousStep):
             self._sync_after_update()
             self._is_synchronized = True
 
+    # The loop keeps this many recent batches, to show one of them if its loss is not finite. A server's batches hold no
+    # samples, so they take little memory.
     num_retained_batches = _RETAINED_BATCHES
     has_delayed_results = True
 
@@ -303,7 +305,8 @@ class ServerStep(SynchronousStep):
         if sums_shares:
             batch.reduction.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        # one share may lack targets for a term, so its counts are no cause of a loss that is not finite
+        # The error about a loss that is not finite blames a count of 0. A single share may have a count of 0, so its
+        # counts are not passed.
         counts = batch.result.totals.counts if sums_shares else None
         nonfinite_terms = batch.result.totals.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(
