@@ -13,7 +13,11 @@ from paceline.user_code import is_from_argument_parser, is_user_file
 
 
 def shorten_text(text: str, *, lines: int = 8, width: int = 400) -> str:
-    """Return at most `lines` lines of the text, each of at most `width` characters, and the number of omitted lines."""
+    """Return the text unchanged if it has at most `width` characters, else a shorter text.
+
+    The shorter text has at most `lines` lines, each cut after `width` characters. It says how long a cut line is, and
+    how many lines are omitted.
+    """
     all_lines = text.splitlines() if len(text) > width else [text]
     shown_lines = [
         line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in all_lines[:lines]
@@ -115,8 +119,9 @@ class DataError(RunError):
 class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run is set to stop in this case. `step` is the step of the failure.
 
-    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `nonfinite_terms`: the
-    microbatches and terms whose loss was not finite, if they are known; `ranks`: the ranks of these microbatches.
+    `no_target` is True if the cause is a loss term without a target. In this case, the inputs of the step are not
+    searched for NaN and infinity. `nonfinite_terms` has the microbatches and terms whose loss was not finite, if they
+    are known. `ranks` has the ranks of these microbatches.
     """
 
     step: int | None = None
@@ -251,7 +256,8 @@ class UserLine:
 def user_line(error: BaseException) -> UserLine | None:
     """Return the line of the user's code where the error occurred, or None.
 
-    It is the last frame that is not in Paceline, an installed package, or Python itself.
+    For a syntax error, this is the line with the error, in any file. For any other error, this is the line of the
+    innermost frame whose file does not belong to Paceline, an installed package, or Python itself.
     """
     frames = [f for f in extract_tb(error.__traceback__) if is_user_file(f.filename)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -70,11 +70,15 @@ class EvalDone(Event):
 class Staleness(Event):
     """The staleness of an asynchronous run's updates since this attempt began.
 
-    `told` (a key of `events.jsonl`) has one entry for each participant: the name `who`, and in `late` how many
-    gradients had each staleness, as pairs (staleness in updates, number of gradients). A pipeline adds `versions`, the
-    maximum number of weight versions in memory, and `sent_bytes`. Hogwild adds `made`, the number of additions to its
-    shadow counters, and `lost`, how many of them were lost. Local SGD adds `sent_bytes`, the bytes sent to other sites,
-    and `waited_seconds`, the time that was spent waiting for them.
+    `told` (a key of `events.jsonl`) has one entry for each participant. Every entry has the participant's name in
+    `who`. Its `late` says how many gradients had each staleness, as pairs (staleness in updates, number of gradients).
+
+    Some update rules have more keys in an entry:
+
+    - A pipeline: `versions`, the maximum number of weight versions in memory, and `sent_bytes`.
+    - Hogwild: `made` and `lost`. Every update adds 1 to a counter of each parameter, without a lock. `made` is the
+      number of these additions by all workers, and `lost` is how many of them had no effect.
+    - Local SGD: `sent_bytes`, the bytes sent to other sites, and `waited_seconds`, the time spent waiting for them.
     """
 
     step: int
@@ -86,10 +90,11 @@ class Staleness(Event):
 class ForecastChecked(Event):
     """The forecast of a run, compared with its first steps.
 
-    The bytes are those of the rank with the largest peak. `measured_by` names the measurement: the device's
-    `allocator`, or the growth of a process's `resident memory` since before its model was built. `memory_ratio` is None
-    if the bytes can't be compared. `others` is the share of the cores that other programs used at the same time, or 0.0
-    if they left enough cores.
+    `source` says how the forecast was made: by `--layout auto` (`auto`), by an earlier `paceline plan` (`plan`), or by
+    a plan that timed steps of the layout (`timed`). The bytes are those of the rank with the largest peak.
+    `measured_by` names the measurement: the device's `allocator`, or the growth of a process's `resident memory` since
+    before its model was built. `memory_ratio` is None if the bytes can't be compared. `others` is the share of the
+    cores that other programs used at the same time, or 0.0 if they left enough cores.
     """
 
     step: int

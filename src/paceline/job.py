@@ -59,6 +59,10 @@ class Job:
     `model` builds an `nn.Module`. `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
     terms, or a scalar mean over the samples of the microbatch. Without `loss`, the model's own `output.loss` is used.
     `optimizer` gets a list of `(name, parameter)` and returns an optimizer or a list of optimizers.
+
+    `loss_over="batch"` is for a loss that compares samples with each other. Such a loss is computed over the whole
+    batch, instead of over each microbatch. `sequence` says, for the layout `cp`, which dimension of an entry of the
+    batch is the sequence, as in `{"input_ids": 1}`. The documentation explains every field (docs/job.md).
     """
 
     model: Callable[[], nn.Module] = _REQUIRED

@@ -47,7 +47,9 @@ _LOWER_IS_BETTER = {"err", "error", "errors", "loss", "losses"}
 
 
 def mode_of_metric(metric: str, *, rule_text: str, hint: str) -> Literal["min", "max"]:
-    """Return the mode of a metric for which the user gives none: min. `rule_text` is the user's text, for the error.
+    """Return "min", which is the mode of a metric unless the user gives a mode.
+
+    `rule_text` is what the user wrote, for the error.
 
     Raises:
         JobError: the metric's name implies that higher is better.
@@ -143,7 +145,8 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
     """Yield errors for data that can't be read by index as samples: a dict of splits, or a tuple (x, y) of columns.
 
-    Arrays of equal length but of different shapes or types must be columns, because such samples could not be batched.
+    Arrays that have equal lengths but rows of different shapes or types are taken for columns. They can't be samples,
+    because samples of different shapes or types could not be batched.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))

@@ -60,7 +60,9 @@ def typed_parameters(factory: Callable[..., Any], arguments: Mapping[str, Any]) 
 def check_against_source(arguments: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
     """Yield errors for values of the wrong type, without an import of the job.
 
-    `sources` has the source text of each parameter's annotation and default. Only simple types are checked.
+    `sources` has the source text of each parameter's annotation and default. A value is checked if the annotation is
+    `int`, `float`, `bool` or `str`, or if there is no annotation and the default is a literal other than None. If the
+    default is not a literal, the value is not checked.
     """
     for name, value in arguments.items():
         annotation, default = sources.get(name, ("", ""))

@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 def _current_folder() -> str:
     try:
-        return os.getcwd()  # noqa: PTH109  without a check by pathlib
+        return os.getcwd()  # noqa: PTH109  the result is a string, not a Path
     except OSError:  # it was deleted
         return ""
 

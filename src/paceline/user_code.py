@@ -1,4 +1,7 @@
-"""Detection of the user's own code: files that are not part of Paceline, of an installed package, or of Python."""
+"""Detection of the user's own code: files that are not part of Paceline, of an installed package, or of Python.
+
+The examples in `paceline/examples` are treated as the user's own code.
+"""
 
 import os
 import re
@@ -88,7 +91,7 @@ def is_user_file(filename: str) -> bool:
 
     A file is installed if it is in a `site-packages` or `dist-packages` folder of any environment, or if a distribution
     elsewhere on the module path lists it (`pip install --target`). A project that is installed in place (`pip install
-    -e`) is the user's.
+    -e`) is the user's. So are the examples in `paceline/examples`.
     """
     if filename.startswith("<"):
         return filename.startswith(_INTERACTIVE_NAMES)

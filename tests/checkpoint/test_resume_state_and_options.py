@@ -159,6 +159,19 @@ def test_a_changed_option_is_refused_and_holds_where_it_is_allowed(
     assert trained_options(after, folder, steps=7) == trained_options(after, tmp_path / "whole", steps=7)
 
 
+def test_a_changed_schedule_is_refused_beside_a_changed_weight_decay(tmp_path: Path) -> None:
+    """A schedule overwrites the optimizer's learning rate, so it is compared unless the learning rate has changed."""
+    trained(job(**adam(lr=0.01), lr_schedule=cycle), tmp_path, train_steps=3)
+
+    def higher(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+
+    with pytest.raises(ResumeError, match=r"max_lr was 0\.1, is 0\.2"):
+        trained_options(
+            job(**adam(lr=0.01, weight_decay=0.3), lr_schedule=higher), tmp_path, steps=6, allow=["optimizer"]
+        )
+
+
 def trained_options(made: pl.Job, folder: Path, *, steps: int, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
     settings = {"train.steps": steps, "watch.to": ("jsonl",)}
     with pl.Run(made, ranks=1, run_dir=folder, allow=allow, settings=settings) as run:

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.commands.common.resume_command import build_resume_command
 from paceline.config.task import Task
 from paceline.measured_planning.auto_layout import ORIGIN, apply_layout, restore_auto_layout
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 
 STAGES, MICRO = "place.stages", "train.micro_batch_size"
 
@@ -21,7 +21,7 @@ def asked(settings: dict[str, Any] | None = None, *, ranks: int = 3) -> Task:
 
 def begun(folder: Path, task: Task) -> Task:
     """The task that its first attempt leaves in its folder."""
-    rung = FallbackLayout(
+    rung = LayoutForecast(
         layout="pp", family="pp", ranks=3, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={MICRO: "8", STAGES: "1,2,1"},
     )  # fmt: skip

@@ -176,6 +176,7 @@ def test_layouts_that_can_not_be_had_say_so(text: str, words: str) -> None:
         ("hsdp,dp_shard=2", 8, "dp_replicate=4,dp_shard=2", "hsdp"),
         ("dp_shard=3,zero=1", 3, "dp_shard=3", "zero1"),
         ("ep", 4, "dp_replicate=4,ep=4", "ep"),
+        ("ep,tp=2", 8, "dp_replicate=4,tp=2,ep=4", "dp_replicate=4,tp=2,ep=4"),
         ("dp=4,ep=2", 4, "dp_replicate=4,ep=2", "dp_replicate=4,ep=2"),
         ("pp=-1,dp=2,schedule=gpipe", 6, "pp=3,dp_replicate=2", "pp=3,dp_replicate=2,schedule=gpipe"),
     ],
@@ -471,6 +472,15 @@ def test_text_of_another_encoding_is_refused_by_name() -> None:
         read_requested_settings(
             file=None, overrides=["--job.data", b"/data/caf\xe9".decode("utf-8", "surrogateescape")]
         )
+
+
+@pytest.mark.parametrize(("gpus", "device", "is_named"), [(1, "cpu", True), (1, "cuda", False), (0, "cpu", False)])
+def test_the_resume_command_names_a_device_that_auto_would_not_choose(
+    gpus: int, device: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.commands.common.devices.visible_gpus", lambda: gpus)
+    command = build_resume_command(Task(verb="train", job="job.py", run="r", ranks=4, device=device))
+    assert ("--device cpu" in command) == is_named and "--ranks 4" in command
 
 
 def test_a_secret_is_not_said_again() -> None:

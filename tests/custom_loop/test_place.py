@@ -117,13 +117,27 @@ def test_a_step_needs_a_backward_of_its_own() -> None:
     placed = pl.place(Net, world=pl.World.alone())
     optimizer = placed.optimizer(adam)
     placed.model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(UsageError, match="no backward since"):
+    with pytest.raises(UsageError, match="was not called yet"):
         optimizer.step()
     placed.backward(placed.model(torch.ones(2, 6)).sum(), count=2)
     with pytest.raises(UsageError, match="have count= and others do not"):
         placed.backward(placed.model(torch.ones(2, 6)).sum())
     with pytest.raises(JobError, match="has an optimizer already"):
         placed.optimizer(adam)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_later_step_needs_a_backward_of_its_own_too(layout: str) -> None:
+    placed = pl.place(Net, layout=layout, world=pl.World.alone())
+    optimizers = [placed.optimizer(lambda named: adam(named[:1])), placed.optimizer(lambda named: adam(named[1:]))]
+    for _ in range(2):  # two optimizers may step after one backward
+        placed.backward(placed.model(torch.ones(2, 6)).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    placed.model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(UsageError, match="was not called since this optimizer's last step"):
+        optimizers[1].step()
 
 
 def test_alone_gradients_are_at_hand() -> None:

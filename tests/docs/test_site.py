@@ -91,7 +91,7 @@ def test_the_generated_reference_has_every_option_and_setting() -> None:
         ]
         assert [pair for pair in words if pair[0] not in section and pair[1] not in section] == [], name
     assert [name for name in known_settings() if f"| `{name}` |" not in settings] == []
-    assert "Number of processes on this machine; default: one per GPU, or 1." in commands
+    assert "Number of processes on this machine; default: the ranks that the sizes in `--layout` need" in commands
     assert "| `train.precision` | `fp32`, `bf16`, `fp16` | `fp32` |" in settings
 
 

@@ -121,7 +121,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "Adafactor under fsdp": ("job_of(optimizer=adafactor)", "fsdp", (), "Adafactor gives different values"),
     "Adafactor on split tensors": ("job_of(optimizer=adafactor)", "tp", (), "Adafactor needs whole matrices"),
     "an optimizer that mixes parameters": (
-        "job_of(optimizer=lambda n: Layerwise([p for _, p in n]))", "pp", (), "when a second one is present"),
+        "job_of(optimizer=lambda n: Layerwise([p for _, p in n]))", "pp", (), "updates a parameter differently if it also updates a second parameter"),
     "an optimizer with a list of its own": (
         "job_of(optimizer=lambda n: Keeper([p for _, p in n]))", "zero1", (), "Keeper.mine holds parameters"),
     "groups by values": ("job_of(optimizer=peeking)", "zero2", (), "parameters without memory"),

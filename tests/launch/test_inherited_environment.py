@@ -12,7 +12,7 @@ from paceline.launch.inherited_environment import (
     OWNER_VARIABLE,
     attempt_folder,
     drop_inherited,
-    mark_owner,
+    mark_rank_variables_as_own,
     own_environ,
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
@@ -32,7 +32,7 @@ WORLDS = {
 def of_a_child(environ: dict[str, str]) -> dict[str, str]:
     """The same where another process is the rank."""
     found = {**environ, "HOME": "/home/me"}
-    mark_owner(found)
+    mark_rank_variables_as_own(found)
     found[OWNER_VARIABLE] = f"{os.getppid()}:{found[OWNER_VARIABLE].partition(':')[2]}"
     return found
 
@@ -40,7 +40,7 @@ def of_a_child(environ: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("kind", WORLDS)
 def test_a_child_of_a_rank_is_in_no_world(kind: str) -> None:
     environ = {**WORLDS[kind], "HOME": "/home/me"}
-    mark_owner(environ)
+    mark_rank_variables_as_own(environ)
     mine = detect_world(environ)
     assert mine is not None and (mine.rank, mine.world_size) == (1, 2)
     child = of_a_child(WORLDS[kind])
@@ -73,7 +73,7 @@ def test_an_environment_without_a_mark_is_as_it_is() -> None:
 def test_it_is_asked_in_the_process_itself(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in OURS.items():
         monkeypatch.setenv(name, value)
-    mark_owner(os.environ)  # monkeypatch takes it out below
+    mark_rank_variables_as_own(os.environ)  # monkeypatch takes it out below
     try:
         assert detect_world(os.environ) is not None
         if how == "fork":

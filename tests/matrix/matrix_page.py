@@ -35,10 +35,11 @@ The models from `transformers` are unmodified and built from their configs (four
 `{command}` writes this page. `make soak` runs all of it.
 
 """
-_SUMMARY = """Each row stands for one kind of layout: all its rows in the table of single layouts below, with any number of ranks and,
-for `pp`, any schedule. A cell shows the weakest result of these rows: *rounding* if one of them is rounding, *bitwise* if
-all are bitwise, *refused* if all are refused. The last row counts the rows of the table of mixtures, which combine
-several axes or options: *n of m* means that n of m mixtures train and equal one process, and the others are refused.
+_SUMMARY = """Each row of this table combines all rows for one kind of layout in the table of single layouts below: those with any
+number of ranks and, for `pp`, any schedule. A cell shows the weakest of the combined results: *rounding* if one of
+them is rounding, *bitwise* if all are bitwise, *refused* if all are refused. The last row of this table counts the
+rows of the table of mixtures, which combine several axes or options: *n of m* means that n of m mixtures train and
+equal one process, and the others are refused.
 """
 
 

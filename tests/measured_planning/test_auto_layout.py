@@ -12,7 +12,7 @@ import pytest
 from paceline.config.task import Task
 from paceline.launch.failures.failure_record import Failure
 from paceline.measured_planning.auto_layout import next_fallback_task
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder, machine_fingerprint, store_benchmark
 from paceline.reporting.run_report import run_page
 from paceline.run_folder.run_folder import RunFolder
@@ -244,7 +244,7 @@ def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) ->
 def test_a_fallback_is_no_answer_to_an_allocation_above_the_forecast(
     tmp_path: Path, requested: int | None, falls: bool
 ) -> None:
-    rung = FallbackLayout(
+    rung = LayoutForecast(
         layout="fsdp", family="fsdp", ranks=2, settings={}, peak_bytes=500, parts={}, step_seconds=1.0
     )
     first = replace(rung, layout="ddp", peak_bytes=1000)

@@ -107,9 +107,9 @@ def test_experts_are_counted_apart() -> None:
 
 def test_draws_that_are_repeated_until_they_are_within_bounds_end() -> None:
     with FakeExecutionMode() as hollow:
-        hollow.comparisons_hold = False
+        hollow.comparisons_are_true = False
         weight = nn.init.trunc_normal_(torch.empty(300, 300), std=0.02)
-        hollow.comparisons_hold = True
+        hollow.comparisons_are_true = True
         product = F.linear(weight, weight)
         assert product.shape == (300, 300) and bool(torch.isfinite(product).all())
 

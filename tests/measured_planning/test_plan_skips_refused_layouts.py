@@ -32,7 +32,7 @@ from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.model_costs.model_profile import BatchScaling
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.planner.search.search_space import SearchSpace
 from paceline.planner.search.shortlist import RejectedLayout
 from paceline.run_folder.plan_file import read_advice
@@ -290,7 +290,7 @@ def test_a_stage_in_which_all_is_frozen_is_replayed() -> None:
 @pytest.mark.parametrize("text", ['{"plans": 5}', '{"plans": []}', '{"plans": [1]}', "[]", "{"])
 def test_a_plan_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(pl.UsageError, match="no layouts"):
+    with pytest.raises(pl.UsageError, match="no planned layouts"):
         read_advice(tmp_path)
 
 
@@ -328,7 +328,7 @@ def test_want_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_of_a_plan_are_a_run_s(tmp_path: Path) -> None:
     task = make_task("train", f"{THIS}:job", RunOptions(layout="single", ranks=1, device="cpu"), [])
-    rung = FallbackLayout(
+    rung = LayoutForecast(
         layout="pp=2", family="pp", ranks=2, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={"train.micro_batch_size": "4", "place.stages": "3,1"},
     )  # fmt: skip

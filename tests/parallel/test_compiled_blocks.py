@@ -13,7 +13,7 @@ from paceline.examples.text import GPT
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat
 from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
 from paceline.parallel.compile import compile_blocks
-from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.private_api import recompile_on_hook_changes
 from paceline.torch_internals.rng import RandomStreams
 from tests.parallel.activation_checkpointing.test_activation_checkpointing import (
     Images,
@@ -33,7 +33,7 @@ CASES: dict[str, Any] = {
 
 def step(case: str, *, compiled: bool, policy: str = "none") -> tuple[dict[str, Tensor], list[str]]:
     torch._dynamo.reset()
-    guard_hooks()
+    recompile_on_hook_changes()
     said: list[str] = []
     build, loss = CASES[case]
     torch.manual_seed(3)

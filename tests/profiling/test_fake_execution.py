@@ -80,13 +80,13 @@ def test_of_a_number_that_is_not_there_the_answer_is_in_its_favour() -> None:
     with FakeExecutionMode() as hollow:
         assert whole().sum().item() == 1.0
         assert bool((whole() > 3).all())
-        hollow.comparisons_hold = False
+        hollow.comparisons_are_true = False
         assert not bool((whole() > 3).any())
 
 
 def test_building_with_draws_that_are_repeated_until_all_fit_ends() -> None:
     with FakeExecutionMode() as hollow:
-        hollow.comparisons_hold = False
+        hollow.comparisons_are_true = False
         drawn = torch.empty(LARGE, LARGE).normal_()
         for _ in range(3):
             if not bool((drawn.abs() > 2).any()):

@@ -112,7 +112,7 @@ def test_steps_an_attempt_went_back_over_are_gone_even_where_they_are_not_logged
     history = read_history(run)
     assert history.points("loss") == [(1, 1.0), (10, 10.0), (12, -12.0), (20, -20.0)]
     assert [s for s, _ in history.samples()] == [1, 10, 12, 20]
-    assert history.num_repeated == 2
+    assert history.num_discarded == 2
     assert [(mark.step, mark.text) for mark in history.resume_marks()] == [(10, "2→3 ranks")]
     assert "2→3 ranks" in run_page(run)
 

@@ -13,7 +13,7 @@ from paceline.run_folder.run_folder import RunFolder
 def told_of(update: str, *told: dict[str, Any]) -> str:
     event = {"event": "Staleness", "step": 20, "update": update, "told": list(told)}
     return show_staleness(
-        History(run=RunFolder(Path("run")), steps={}, events=[event], num_unreadable={}, num_repeated=0)
+        History(run=RunFolder(Path("run")), steps={}, events=[event], num_unreadable={}, num_discarded=0)
     )
 
 

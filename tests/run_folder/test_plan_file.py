@@ -29,7 +29,7 @@ def test_what_was_decided_before_does_not_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "there is no plan"), ("{", "no layouts"), ('{"layout": 1}', "no layouts")]
+    ("text", "said"), [(None, "there is no plan"), ("{", "no planned layouts"), ('{"layout": 1}', "no planned layouts")]
 )
 def test_a_folder_without_advice_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     if text is not None:

@@ -159,3 +159,19 @@ def test_it_is_refused_where_no_rank_has_whole_weights(layout: str, update: str,
     )
     with pytest.raises((JobError, LayoutError), match=said):
         check_compatibility(job_of(), Settings(), plan)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_layer_that_the_job_freezes_stays_as_it_is(replicas: int) -> None:
+    frozen: list[Tensor] = []
+
+    def freeze(model: nn.Module, step: int) -> None:
+        move(model, step)
+        if step == 2:
+            assert isinstance(model, Byol)
+            model.predict.requires_grad_(False)
+            frozen.append(model.predict.weight.detach().clone())
+
+    found = trained(built(job_of(on_update=freeze), replicas))
+    assert torch.equal(found["predict.weight"], frozen[0])
+    assert not torch.equal(found["student.weight"], Byol().student.weight)

@@ -213,7 +213,7 @@ DIFFERENT = [
     ("file", {"name": "a.tar"}, {"name": "b.tar"}, r"batch\['file'\]\['name'\] is not the same"),
     ("words", ["a", "b", "c"], ["a"], r"batch\['words'\] is not the same"),
     ("normal", torch.distributions.Normal(torch.ones(3), 1), torch.distributions.Normal(torch.ones(2), 1), "'normal'"),
-    ("pairs", [["a"] * 3] * 3, [["a"] * 2] * 2, r"can't tell rows from columns in batch\['pairs'\]"),
+    ("pairs", [["a"] * 3] * 3, [["a"] * 2] * 2, r"can't tell which dimension of batch\['pairs'\]"),
     ("objects", [{1}, {2}, {3}], [{4}, {5}], r"batch\['objects'\] holds a set"),
 ]
 

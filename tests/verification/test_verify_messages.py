@@ -196,7 +196,7 @@ def test_fp16_gradients_that_overflow_at_the_usual_scale_are_compared(monkeypatc
 
 def test_a_short_batch_that_one_process_can_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(job_of(), model=lambda: Net(torch.float32, True), train_data=SHORT, micro_batch_size=None)
-    with pytest.raises(JobError, match=r"step 4, the epoch's short last batch.*more than 1 value"):
+    with pytest.raises(JobError, match=r"step 4, the last that would be compared, .*more than 1 value"):
         verify(job, None, monkeypatch)
     assert "train.steps=2 does not reach" in said(verify(job, None, monkeypatch, **{"train.steps": 2}))
     assert said(verify(job, None, monkeypatch, **{"data.drop_last": True}))

@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from paceline.checkpoint.optimizer_options import Options, changed_keys, current_options
+from paceline.checkpoint.optimizer_options import Options, changed_keys, current_options, optimizer_difference
 from paceline.checkpoint.state_json import (
     decode_state,
     encode_state,
@@ -58,7 +58,8 @@ def describe_saved_schedules(schedules: Sequence[Mapping[str, Any]]) -> list[dic
 def schedule_difference(saved: Sequence[Description], current: Sequence[Description], *, lr_differs: bool) -> str:
     """Return text on how two descriptions of schedules differ, or an empty string if they do not.
 
-    If the job's learning rates differ (`lr_differs`), values that a schedule derives from them are not reported again.
+    `lr_differs` means that the optimizers themselves differ in an option that schedules set. Then the learning rates,
+    momenta and betas that the schedules have written to the parameter groups are not reported.
     """
     kinds = [[schedule.get("kind") or "a schedule" for schedule in schedules] for schedules in (saved, current)]
     pairs = list(zip(saved, current, strict=False))
@@ -71,6 +72,22 @@ def schedule_difference(saved: Sequence[Description], current: Sequence[Descript
     public_changes = [text for text in changes if "._" not in text] or list(changes)
     suffix = f" and {len(public_changes) - _MAX_CHANGES} more" if len(public_changes) > _MAX_CHANGES else ""
     return "; ".join(text.replace("._", ".") for text in public_changes[:_MAX_CHANGES]) + suffix
+
+
+def has_other_lr(saved: Any, current: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two descriptions of optimizers differ in an option that schedules set, such as `lr` or `betas`.
+
+    Optimizers of other kinds, or with other parameters, count as different.
+    """
+    saved = saved or []
+    shapes = [[(o["kind"], o["groups"], o.get("names")) for o in optimizers] for optimizers in (saved, current)]
+    if shapes[0] != shapes[1] or not all("options" in optimizer for optimizer in saved):
+        return bool(optimizer_difference(saved, current))
+    return any(
+        scheduled_options(dict.fromkeys(changed_keys(old, new)))
+        for saved_optimizer, optimizer in zip(saved, current, strict=True)
+        for old, new in zip(saved_optimizer["options"], optimizer["options"], strict=True)
+    )
 
 
 def changed_schedules(saved: Sequence[Description], current: Sequence[Description]) -> list[bool]:
@@ -184,7 +201,11 @@ def _describe_functions(schedule: Any) -> dict[str, Any]:
 
 
 def _describe_function(value: Any, depth: int = 0) -> dict[str, Any]:
-    """Return the values that a function uses, by name, and a digest of its code; empty for other objects."""
+    """Return the values that a callable uses, by name, and a digest of its code.
+
+    A callable is a function, a partial, a bound method, or an object with `__call__`. The result is empty for callables
+    that torch defines or that have no Python code, for classes, and for other objects.
+    """
     if isinstance(value, partial):
         arguments = {f"argument {index}": item for index, item in enumerate(value.args)} | value.keywords
         return {**_describe_function(value.func, depth), **_encode_values(arguments, depth)}

@@ -70,7 +70,7 @@ def local_state(
     to no parameter is stored under the empty name, as a list of keys and values.
 
     Raises:
-        CheckpointError: a state can't be sharded like its parameter, or exists on one rank only.
+        CheckpointError: a key or a value can't be written, or it is unknown how a tensor is sharded.
     """
     tensors: list[Writable] = []
     scalars: list[dict[str, Any]] = []
@@ -217,6 +217,9 @@ def optimizer_scalars(
     """Return the checkpoint's entry for each optimizer, without tensors. Every rank calls this.
 
     `scalars` is the second result of `local_state`.
+
+    Raises:
+        CheckpointError: state that belongs to no parameter differs between the ranks.
     """
     scalars_by_rank = [scalars] if shards.sharded.is_unsharded else shards.world.gather_json(list(scalars))
     group_parameter_names = group_names(optimizers, shards)

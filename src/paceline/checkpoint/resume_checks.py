@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checkpoint.lr_schedule_state import schedule_difference
+from paceline.checkpoint.lr_schedule_state import has_other_lr, schedule_difference
 from paceline.checkpoint.optimizer_options import optimizer_difference
 from paceline.config.merge_settings import JOB, default_value
 from paceline.config.resume_allowances import REPORTED_SETTINGS
@@ -88,8 +88,8 @@ def _difference(name: str, saved: Mapping[str, Any], current: Mapping[str, Any])
     if name == "optimizer":
         return optimizer_difference(saved_value, current_value)
     if name == "schedule":
-        optimizer_differs = bool(optimizer_difference(saved.get("optimizer"), current["optimizer"]))
-        return schedule_difference(saved_value, current_value, lr_differs=optimizer_differs)
+        lr_differs = has_other_lr(saved.get("optimizer"), current["optimizer"])
+        return schedule_difference(saved_value, current_value, lr_differs=lr_differs)
     if name == "job" and not (
         saved_value and current_value
     ):  # one of the jobs is a Python object, which has no file name

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_bytes(name: str, tensor: Tensor) -> TensorBytes:
-    """Return the tensor's bytes on the CPU. A tensor that is on the CPU already is not copied."""
+    """Return the tensor's bytes on the CPU. A contiguous tensor that is on the CPU already is not copied."""
     return TensorBytes(
         name=name, dtype=_dtype_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_tensor_data(tensor)
     )

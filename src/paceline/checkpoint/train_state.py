@@ -121,7 +121,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
 def load_model(checkpoint: OpenCheckpoint, train_state: TrainState) -> None:
     """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases remain.
 
-    Every rank calls this, and reads no more than its own shards.
+    Every rank calls this. For a sharded tensor, a rank reads only the stored shards that overlap its own shard.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model, or its bytes do not match their digests.

@@ -84,9 +84,9 @@ class PendingMessage(Protocol):
 class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
-    `store` is the rendezvous store. It is None until `connect_store` connects to it, if another launcher hosts it.
-    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`. `subgroups` caches the
-    results of `subgroup`.
+    `store` is the rendezvous store. If the script has created the process group itself, `store` is None until
+    `connect_store` connects to the rendezvous store. Workers outside this world, which may restart, connect at
+    `worker_endpoint` through `store`. `subgroups` caches the results of `subgroup`.
     """
 
     rank: int = 0
@@ -156,7 +156,7 @@ class World:
         )
 
     def connect_store(self) -> Store:
-        """Return the rendezvous store; if another launcher hosts it, connect to it first.
+        """Return the rendezvous store. If `store` is None, connect to the rendezvous address of the environment first.
 
         Raises:
             dist.DistError, RuntimeError: the process that hosts the store has exited.
@@ -193,7 +193,10 @@ class World:
         return self.rank == 0
 
     def count_sent_bytes(self, kind: str, tensor: torch.Tensor) -> None:
-        """Add the bytes that a collective sends to `traffic`; `SENT_BYTES_PER_BYTE` lists the kinds of collectives."""
+        """Increase `traffic.sent_bytes` by the bytes that this rank sends in a collective.
+
+        `kind` is the kind of the collective, a key of `SENT_BYTES_PER_BYTE`.
+        """
         self.traffic.sent_bytes += self._sent_shares[kind] * tensor.nbytes
 
     @cached_property

@@ -232,7 +232,10 @@ class ThreadWorld(World):
 def thread_worlds(
     *, replicas: int, world: World | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> list[World]:
-    """Return one world per replica; on GPUs, replica k uses GPU k. With one replica, return `world` unchanged."""
+    """Return one world per replica. With one replica, return `world` unchanged.
+
+    On GPUs, replica k uses GPU k. If there are more replicas than GPUs, replicas share GPUs.
+    """
     world = world or World.alone()
     if replicas == 1:
         return [world]

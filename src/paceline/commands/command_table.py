@@ -37,10 +37,11 @@ class StartOptions:
     job: _Positional
     """job.py, job.py:NAME or pkg.module:NAME."""
     ranks: int | None = None
-    """Number of processes on this machine; default: one per GPU, or 1."""
+    """Number of processes on this machine; default: the ranks that the sizes in `--layout` need, plus the
+    servers of `--update`; without sizes: one per GPU, or 1."""
     layout: str | None = None
     """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp or ep; several axes: pp=2,dp_shard=2; or auto;
-    default: ddp, or what `--update` needs."""
+    default: single for one process, otherwise ddp, or pp if `--update` needs it."""
     update: str = "sync"
     """The update rule: sync; with pp: pipedream or 2bw; with ddp: hogwild (train only) or ps; with replicas as sites:
     local,every=8 or diloco,every=500."""
@@ -107,9 +108,10 @@ class EvaluateOptions:
     best: bool = False
     """Evaluate the checkpoint that is marked best."""
     ranks: int | None = None
-    """Number of processes; default: as in the run."""
+    """Number of processes; default: the ranks that the sizes in `--layout` need; without sizes: as in the run."""
     layout: str | None = None
-    """The layout of the model; default: that of the run."""
+    """The layout of the model; default: the run's layout. It is single or ddp instead if the number of processes
+    differs, if the run's layout is threads or auto, or if the run's update rule is not sync."""
     json: bool = False
     """Print the result as JSON."""
 

@@ -30,8 +30,9 @@ def evaluate(
 ) -> CommandOutcome:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the checkpoint that `run` names.
 
-    Without `common.layout`, the layout is that of the run if the number of ranks is the same, otherwise `single` or
-    `ddp`. The ranks' logs are written outside the run folder, which does not change until the metrics are computed.
+    Without `common.layout`, the layout is the run's layout. It is `single` or `ddp` instead if the number of ranks
+    differs, if the run's layout is `threads` or `auto`, or if the run's update rule is not `sync`. The ranks' logs are
+    written outside the run folder, which does not change until the metrics are computed.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):

@@ -44,7 +44,7 @@ from paceline.run_folder.plan_file import FILE_NAME, read_activity, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
 _PROGRESS_SECONDS = 10.0
-_CALIBRATION_SECONDS = 60.0  # machine benchmark plus timed layouts, if `--seconds` is not given
+_CALIBRATION_SECONDS = 60.0  # the machine benchmark and the timing of layouts together, if `--seconds` is not given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,8 @@ class PlanOptions:
     device: str = "auto"
     """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
-    """With --cluster here: seconds for timing layouts; 0: no timing; default: 60, machine benchmark included."""
+    """With --cluster here: seconds for timing layouts; 0: no timing; default: 60 minus the time of the machine
+    benchmark, but at least 30."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
@@ -110,12 +111,12 @@ def plan(
     """Return the layouts of a job that fit a cluster, their predicted memory and time, and why the others do not fit.
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
-    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is benchmarked once; then
-    layouts are timed for at most `seconds`, by default a minute minus the benchmark. `layouts` replaces the search:
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. For `here`, this machine is
+    benchmarked once, and layouts are timed for at most `seconds` (see `PlanOptions`). `layouts` replaces the search:
     each is judged and compared with the first. `against` is a plan.json to compare with, `page` an HTML file to write.
 
     Raises:
-        UsageError, Problems: a cluster or a setting can't be read; all problems at once.
+        PacelineError, Problems: an argument or a setting is invalid.
     """
     common = common or RunOptions()
     named_layouts = [*layouts, *([common.layout] if common.layout else [])]
@@ -247,7 +248,7 @@ def _refuse_seconds(seconds: float | None) -> None:
 def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """Return this machine's cluster and the seconds for timing layouts, as the `here` option of the plan's task.
 
-    Under another launcher, return a request for a machine benchmark by the ranks instead of the cluster.
+    Under another launcher, the option contains no cluster. It asks the ranks to benchmark the machine.
     """
     joined = detect_world(os.environ)
     if joined is not None:

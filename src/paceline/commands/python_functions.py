@@ -1,8 +1,9 @@
 """The verbs as functions: `pl.train`, `pl.verify`, `pl.plan` and the others.
 
-Each takes its verb's options as keyword arguments of the same names, and settings by their dotted names. A job is
-a `Job` object, or the reference that the command takes. The result has the keys of the verb's `--json` as attributes.
-A run that fails raises the error of its first failing rank.
+The options of a verb are keyword arguments of the same names. If the verb takes settings, the argument `settings` maps
+the dotted name of each setting to its value. A job is a `Job` object, or the text that the command takes. The result
+has the keys of the verb's `--json` as attributes. If a run fails, the function raises the error of the first failing
+rank.
 """
 
 import sys
@@ -53,7 +54,8 @@ def train(
 
     Args:
         job: a `Job`, or `"job.py"`, `"job.py:name"`, `"package.module:name"`.
-        ranks: number of processes on this machine; default: one per GPU, or 1.
+        ranks: number of processes on this machine; default: the ranks that the sizes in `layout` need, plus the servers
+            of `update`; without sizes: one per GPU, or 1.
         layout: `ddp`, `fsdp`, `pp=2,tp=2`, `auto`, ...
         update: how a batch becomes an update: `sync`, `pipedream`, `ps`, `local,every=8`, ...
         compress: how `ddp` sends gradients: `none`, `bf16`, `powersgd,rank=4`, ...
@@ -111,7 +113,7 @@ def verify(
 
     Args:
         steps: how many steps are compared.
-        against: the reference, such as `single`.
+        against: the reference. The only one is `single`, a naive training loop in one process.
         job, ranks, settings and the others: as in `train`.
 
     Returns:
@@ -252,8 +254,10 @@ def evaluate(
         run: a run folder or a checkpoint in it; default: the newest run.
         split: `eval` or `test`.
         best: evaluate the checkpoint that is marked best.
-        ranks: number of processes; default: as in the run.
-        layout: how the model is placed, such as `fsdp` or `pp=2,tp=2`; default: as in the run.
+        ranks: number of processes; default: the ranks that the sizes in `layout` need; without sizes: as in the run.
+        layout: how the model is placed, such as `fsdp` or `pp=2,tp=2`; default: the run's layout. It is `single`
+            or `ddp` instead if the number of processes differs, if the run's layout is `threads` or `auto`, or if the
+            run's update rule is not `sync`.
         job: the `Job` of a run that was started with an object.
 
     Returns:
@@ -400,7 +404,11 @@ def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result
 
 
 def _build_error(outcome: CommandOutcome) -> BaseException:
-    """Return the error of the first failing rank: of its own type for a `PacelineError`, otherwise a `RunError`."""
+    """Return the error of the first failing rank. Under another launcher, return the exception of this rank.
+
+    The error of the first failing rank is known only as text, and is rebuilt with its type from `paceline.errors`.
+    `OutOfMemory` and `Problems` can't be built from text; they and all other types become a `RunError`.
+    """
     fields = outcome.json_fields
     if outcome.error is not None:
         return _add_notes(outcome.error, fields)

@@ -46,7 +46,7 @@ from paceline.run_folder.plan_file import FILE_NAME, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
 _MICRO_BATCH_SETTING = "train.micro_batch_size"
-_MIN_CORRECTION = 1e-3  # the relative difference of timed and simulated step from which both are printed
+_MIN_CORRECTION = 1e-3  # the step time by the plan's timings is printed if it differs by more than this fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,9 @@ def _simulate_step(
 ) -> Simulation:
     """Simulate a step, forecast failures, and write the page.
 
-    If the plan timed the layout, the forecast uses the simulated step time, scaled by the ratio of the timed to the
-    estimated one.
+    If the plan has timed the layout, the timed step time differs from the one that the cost model estimates. The
+    simulated step time is then multiplied by the ratio of the timed to the estimated one. The forecast of failures uses
+    the product.
     """
     cost_model, estimate = inputs.cost_model, inputs.estimate
     step = simulate_candidate(cost_model, candidate=estimate.candidate)
@@ -219,12 +220,12 @@ def _simulate_step(
 def _timing_lines(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
     """Yield a line with the step time by the plan's timings, if it differs from the simulated time.
 
-    `ratio` is the timed step over the simulated one, and `seconds` the timed step.
+    `ratio` is the timed step time divided by the estimated one. `seconds` is the simulated step time times `ratio`.
     """
     if abs(ratio - 1) > _MIN_CORRECTION:
-        note = "; the lines below use that step time" if has_more else ""
+        note = "; the lines below use this time" if has_more else ""
         duration = format_precise_duration(seconds)
-        yield f"  by the plan's timings a step takes {duration}, {ratio:.2f} times as long{note}"
+        yield f"  by the plan's timings a step takes {duration}, {ratio:.2f} times the simulated time{note}"
 
 
 def _is_plan(path: Path) -> bool:

@@ -89,7 +89,7 @@ def _refuse_races(update: UpdateRule, job: str) -> None:
         raise UsageError(
             f"verify has no verdict on {update.kind}: races make every run different, and each one is valid.",
             cause="workers read and write the same weights without synchronisation",
-            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without --update, "
+            hint=f"paceline train {job} --ranks 2 --update {update.kind}, then the same command without --update, "
             "then paceline compare RUN RUN",
         )
 

@@ -1,4 +1,4 @@
-"""Read the counts in a layout, with upper bounds, so that a typing error does not start 80,000 processes."""
+"""Read the counts in a layout. They have upper bounds, so that a typing error does not start millions of processes."""
 
 from paceline.errors import LayoutError, PacelineError
 
@@ -46,7 +46,10 @@ def is_count(value: str) -> bool:
 
 
 def _exceeds(digits: str, limit: int) -> bool:
-    """Return whether the number exceeds `limit`, without converting arbitrarily many digits."""
+    """Return whether the number exceeds `limit`.
+
+    If the number has more digits than `limit`, it is not converted to an int.
+    """
     return len(digits.lstrip("0")) > len(str(limit)) or int(digits) > limit
 
 

@@ -307,7 +307,7 @@ def _zero_stage_conflicts(layout: Layout, options: dict[str, str]) -> Iterator[L
     if (stage := _AXIS_AND_ZERO_STAGE.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(
             f"{layout.kind} is ZeRO stage {stage}, which contradicts zero={layout.zero}.",
-            cause="zero= is for dp_shard and hsdp, whose names imply no stage",
+            cause=f"the name {layout.kind} already sets the stage; only dp_shard and hsdp accept zero=",
             hint=f"--layout {('zero1', 'zero2', 'fsdp')[layout.zero - 1]}",
         )
     elif layout.zero != 3 and "params" in options and layout.params != "fp32":

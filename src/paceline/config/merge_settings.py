@@ -33,9 +33,10 @@ class RequestedSettings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layered_over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
-        """Return these values, completed by the values in `lower`, which come from a job or a `pl.Run`.
+        """Return these values, and the values in `lower` of all settings that have none here.
 
-        `origin` is the origin of the lower values. `where` is the origin that an error names, if it is another text.
+        `lower` comes from Python code: from a job, or from the `settings=` of a function. `origin` is the origin of the
+        values in `lower`. If an error names another text as their origin, `where` is this text.
 
         Raises:
             UsageError, Problems: a name is unknown, a value has the wrong type, or a job that is already built gets a
@@ -146,12 +147,12 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings parsed from text as on the command line: the text `5,6` of a list setting becomes a list."""
+    """Return settings given as text: the text `5,6` of a list setting becomes a list, other text does not change."""
     return {name: _normalize_value(name, value) for name, value in values.items()}
 
 
 def as_command_text(value: Any) -> str:
-    """Return the text that `settings_from_text` parses to this value."""
+    """Return the value of a setting as text for the command line; the items of a list are joined by commas."""
     return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
 
 

@@ -80,7 +80,7 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--layout ep={}", "ep", "expert_parallel_size"),
     **_row("--layout dp={}", "dp", "data_parallel_size"),
     **_row("--layout ddp,remat=full", "gradient_checkpointing", "activation_checkpointing", "recompute"),
-    **_row("--layout ddp,offload=optimizer", "cpu_offload", "offload"),
+    **_row("--layout fsdp,offload=optimizer", "cpu_offload", "offload"),
     **_row("--train.exact", "exact", "deterministic"),
     **_row("--train.timeout_seconds {}", "timeout", "ddp_timeout"),
 }  # fmt: skip

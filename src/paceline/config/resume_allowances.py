@@ -14,6 +14,11 @@ ALLOWED_DIFFERENCES = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
     "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
 )  # fmt: skip
+"""The names that `--allow` accepts: what a resume compares with the checkpoint.
+
+Some of them are not settings. `kernels` are the numerical kernels that the environment variable MKL_CBWR selects; they
+are compared in exact mode. `order` is a user-defined order of samples.
+"""
 
 COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accepts another value; None if there is none
     "seed": "seed",

@@ -22,7 +22,10 @@ Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Settings for the length, precision and safety of training."""
+    """Settings for the length, precision and safety of training.
+
+    `check_every` is the number of steps between two comparisons of the replicas' weights; 0 means no comparison.
+    """
 
     steps: CountOrZero | None = None
     epochs: Epochs | None = None

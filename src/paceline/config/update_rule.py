@@ -124,7 +124,8 @@ class UpdateRule:
     delay: int = field(default=0, metadata={"option": True})
     """Local SGD: a site gets the new weights this many updates after it has sent its changes."""
     mix: float = field(default=0.0, metadata={"option": True})
-    """Local SGD: the fraction of the site's own newer weights when it mixes them with the new weights."""
+    """Local SGD with a `delay`: a site trains on until it gets the new weights, and then mixes them with its own. `mix`
+    is the fraction of its own weights."""
     servers: int = field(default=0, metadata={"option": True})
     """Parameter server: the number of ranks, the first ones, that hold the parameters."""
     staleness: float = field(default=0.0, metadata={"option": True})

@@ -68,7 +68,7 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
 def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
     """Call `write`, which writes to a stream that may be closed, full or non-blocking. On an error, silence the stream.
 
-    Return the error, or None if the text was written or the reader has exited. A failure to print never ends a run.
+    Return the error, or None if the text was written or the reader has exited. An `OSError` never ends a run.
     """
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):

@@ -1,4 +1,8 @@
-"""Placeholders for gradients that are not reduced yet, between backward and step. Reading a placeholder is an error."""
+"""Placeholders that hide gradients from the user's script. Reading a placeholder is an error.
+
+They hide gradients that are not reduced yet, between backward and step. If each rank holds shards of the gradients,
+they also hide the reduced gradients, before and after the step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,9 +76,10 @@ class GradientGuard:
 
 
 class _GuardedParameter:
-    """One parameter with its placeholders: the model's own tensor and the optimizer's shard, often the same tensor.
+    """One parameter, and a placeholder for the gradient of each of its tensors.
 
-    Autograd writes to one of these tensors. Under fsdp, it writes to the gathered parameter, and fsdp removes this
+    These tensors are the model's own parameter and the optimizer's shard, which are often the same tensor. Autograd
+    writes the gradient to one of them. Under fsdp, it writes to the gathered parameter instead, and fsdp removes this
     gradient.
     """
 
@@ -108,7 +113,10 @@ class _GuardedParameter:
 
 
 class _UnreducedGradient(Tensor):
-    """A placeholder for a gradient. Every operation on it raises an error, except zeroing, which it records."""
+    """A placeholder for a gradient. Almost every operation on it raises an error.
+
+    Zeroing does not: the placeholder records it. After the step, the placeholder ignores what a backward adds.
+    """
 
     parameter_name: str
     is_sharded: bool

@@ -1,4 +1,4 @@
-"""A model placed by `pl.place`, with gradients, optimizers and files of its shards, for any training loop."""
+"""A model that `pl.place` has placed: its gradients, optimizers and saved files, for any training loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +55,8 @@ class PlacedModel:
         self._optimizers: list[Optimizer] = []
         self._optimized_names: set[str] = set()
         self._is_accumulating = False  # True from the first backward of a step until its gradients are reduced
-        self._has_run_backward = self._has_stepped = False
+        self._has_run_backward = False
+        self._stepped_optimizers: set[int] = set()  # the ids of those that have stepped since the last `backward`
         self._count: Tensor | None = None
         self._is_sharded = bool(worlds.mesh.zero) or not parallelized.optim_shards.is_unsharded
         self._gradient_guard = GradientGuard(parallelized, is_sharded=self._is_sharded)
@@ -84,8 +85,8 @@ class PlacedModel:
         for optimizer in optimizers:
             if "optimizer" in self._requested_layout.offload:
                 offload_state(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: self._reduce_gradients())
-            optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+            optimizer.register_step_pre_hook(self._before_optimizer_step)
+            optimizer.register_step_post_hook(self._after_optimizer_step)
         self._optimizers += optimizers
         return optimizers if is_list else optimizers[0]
 
@@ -163,7 +164,7 @@ class PlacedModel:
         self._parallelized.sync_after_update()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Put the gradients back, and remove the hooks of the model. The hooks of the optimizers stay."""
         self._gradient_guard.show()
         for module in self._uncopyable_modules:
             vars(module).pop("__deepcopy__", None)
@@ -183,7 +184,7 @@ class PlacedModel:
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all optimizers; or step() of the others first",
             )
-        elif self._has_run_backward and not self._is_accumulating and not self._has_stepped:
+        elif self._has_run_backward and not self._is_accumulating and not self._stepped_optimizers:
             self._apply_zero_grads(replaced)
             if any(
                 m.parameter.grad is not None and bool(m.parameter.grad.any())
@@ -196,7 +197,8 @@ class PlacedModel:
                 )
         if not self._is_accumulating:
             self._parallelized.reducer.begin()
-            self._is_accumulating, self._has_run_backward, self._has_stepped, self._count = True, True, False, None
+            self._is_accumulating, self._has_run_backward, self._count = True, True, None
+            self._stepped_optimizers.clear()
         elif (self._count is None) != (count is None):
             raise UsageError(
                 "some backward calls of this step have count= and others do not.",
@@ -231,9 +233,15 @@ class PlacedModel:
             return nn.utils.get_total_norm(gradients)
         return joint_norm(gradients, worlds=[self.world])
 
-    def _after_optimizer_step(self) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Reduce the gradients before the step of an optimizer. Every step needs a `backward` of its own."""
+        if id(optimizer) in self._stepped_optimizers:
+            raise _missing_backward_error("since this optimizer's last step")
+        self._reduce_gradients()
+
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Update the weights on other ranks, and hide sharded gradients, after the step of an optimizer."""
-        self._has_stepped = True
+        self._stepped_optimizers.add(id(optimizer))
         self._parallelized.sync_after_update()
         if self._is_sharded:
             self._gradient_guard.hide(is_step_over=True)
@@ -241,11 +249,7 @@ class PlacedModel:
     def _reduce_gradients(self) -> None:
         """Reduce the gradients, if this was not done yet in this step, and put them into `.grad`."""
         if not self._has_run_backward:
-            raise UsageError(
-                "there was no backward since the last step.",
-                cause="loss.backward(), which does not reduce gradients over the ranks",
-                hint="placed.backward(loss)",
-            )
+            raise _missing_backward_error("yet")
         replaced = self._gradient_guard.show()
         if self._is_accumulating:
             is_reduced = self._parallelized.reducer.finish(divisor=self._divisor())
@@ -320,6 +324,14 @@ class PlacedModel:
                         hint="build the groups from the (name, parameter) pairs that the factory gets",
                     )
                 self._optimized_names.add(name)
+
+
+def _missing_backward_error(when: str) -> UsageError:
+    return UsageError(
+        f"placed.backward was not called {when}, so there are no gradients to reduce.",
+        cause="loss.backward(), which does not reduce gradients over the ranks",
+        hint="placed.backward(loss) before each step",
+    )
 
 
 def _refuse_copy(*_: Any) -> Any:

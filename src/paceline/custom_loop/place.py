@@ -29,14 +29,14 @@ from paceline.parallel.placement import PlacementRequest
 from paceline.parallel.trace_example_forward import Result
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
 from paceline.planner.layout.pipeline_options import refuse_schedule
-from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.private_api import recompile_on_hook_changes
 from paceline.torch_internals.rng import stream_key
 from paceline.trainer.setup.initial_model import build_initial_model
 
 _SUPPORTED_SETTINGS = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
 
 _UNSUPPORTED_AXES = {
-    "pp": "with pp, Paceline calls forward and backward of microbatches, not the script",
+    "pp": "Paceline itself, not the script, would call forward and backward of each microbatch",
     "cp": "with cp, Paceline distributes slices of each sequence, with labels and positions",
     "ep": "with ep, Paceline reduces the experts' gradients over different ranks than the other gradients",
 }
@@ -60,7 +60,7 @@ def place(
             mpirun started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
         example: a function that calls the given model on a small batch. The tensor plan is derived from this call.
-        device: `cpu`, `cuda` or `auto`, if no world is given.
+        device: `cpu`, `cuda` or `auto`. It has no effect if a world is given or torch has a default group.
 
     Raises:
         LayoutError, UsageError, Problems: a layout, setting or model that can't be combined.
@@ -91,7 +91,7 @@ def _place(
     requested_layout = parse_layout(layout or ("single" if current_world.world_size == 1 else "ddp"))
     mesh = _make_mesh(requested_layout, current_world.world_size)
     worlds = MeshGroups.from_mesh(current_world, mesh=mesh)
-    guard_hooks()
+    recompile_on_hook_changes()
     rng_state = torch.get_rng_state()
     rng_digest = hashlib.blake2b(bytes(rng_state.numpy()), digest_size=8).hexdigest()
     seed = stream_key(current_world.share_json(rng_digest), "place")
@@ -106,6 +106,9 @@ def _place(
     if initial_model.is_whole:
         broadcast_initial_tensors(model, world=current_world)
     all_parameters = [replace(member, parameter=_as_meta(member.parameter)) for member in trainable_parameters(model)]
+    # A model that is too large to be built in full on each rank gets its initial values after it is sharded:
+    # `deferred_rows` are this rank's rows of the parameters. If the rows are not known yet, `deferred_model` provides
+    # this rank's values later. For any other model, both are None.
     request = PlacementRequest(
         layout=requested_layout,
         worlds=worlds,

@@ -77,8 +77,13 @@ def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: Optim
     """Return the names of state tensors that are one number per full parameter, such as Adam's `step`.
 
     If a rank holds one element of a parameter, its shards of Adam's moments have one element too, and look like such
-    numbers. A tensor is a number if it has one element on a rank that holds several elements of the parameter or none.
-    It is also a number if all state tensors with the same key have one element. Every rank calls this.
+    numbers. Therefore, a tensor with one element is a number only in these cases:
+
+    - Its key is `step`.
+    - On some rank, its shape differs from the shape of that rank's part of the parameter.
+    - Another tensor with the same key is a number by these rules, and every tensor with this key has one element.
+
+    Every rank calls this.
     """
     states = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)

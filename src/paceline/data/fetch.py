@@ -60,7 +60,8 @@ class WorkerError:
 class Fetcher(Dataset[Any]):
     """A dataset that is indexed by `MicrobatchRequest` and returns collated microbatches.
 
-    It returns an exception of the user's code as a `WorkerError`, and None for a request without indices.
+    For a request with a `check`, it returns a `DatasetSummary`. For a request with neither a `check` nor indices, it
+    returns None. If the user's code raises an exception, it returns a `WorkerError`.
     """
 
     def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
@@ -172,18 +173,18 @@ def raise_worker_error(value: Any) -> Any:
     return value
 
 
-def start_function(source: Source, *, appears_alone: bool, parent: int) -> Callable[[int], None]:
+def start_function(source: Source, *, reports_single_worker: bool, parent: int) -> Callable[[int], None]:
     """Return the function that a data worker runs first.
 
     It makes the worker ignore signals and die with its `parent`, and then calls the user's `worker_init_fn`. With
-    `appears_alone`, `get_worker_info()` reports a single worker.
+    `reports_single_worker`, `get_worker_info()` reports a single worker.
     """
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(worker: int) -> None:
         follow_rank(parent)
         torch.set_num_threads(1)
-        set_worker_dataset(source.data, is_only_worker=appears_alone)
+        set_worker_dataset(source.data, is_only_worker=reports_single_worker)
         if user_init is not None:
             user_init(worker)
 

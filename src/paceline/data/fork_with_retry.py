@@ -2,8 +2,8 @@
 
 In Python 3.11 the child of a fork can hang before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
 list of threads. If another thread held this lock during the fork, it is never released in the child, which does not
-have that thread. A gloo thread takes this lock whenever it releases a tensor, so a rank that forked data workers right
-after a collective hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
+have that thread. A gloo thread takes this lock whenever it releases a tensor. In about one of 200 evaluations, a rank
+hung because it had forked data workers right after a collective. Python 3.12 creates a new lock in the child.
 """
 
 import os
@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 from typing_extensions import override
 
 START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
-"""The timeouts of the first attempts in seconds. The last attempt has no timeout, as the machine may only be slow."""
+"""The timeouts of the attempts in seconds. The attempt after these does not wait: the machine may only be slow."""
 
 
 class _StartedFork(Popen):
-    """A fork that is repeated until a child has started; each attempt has a longer timeout."""
+    """A fork that is repeated until a child has started. Each attempt has a longer timeout; the last does not wait."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
         for timeout in START_TIMEOUTS:
@@ -61,7 +61,7 @@ class _StartedProcess(ForkProcess):
 
 
 class StartedForkContext(ForkContext):
-    """A multiprocessing `fork` context. `start()` of its processes returns when the child runs."""
+    """A multiprocessing `fork` context. `start()` waits until the child runs; only its last attempt does not wait."""
 
     Process = _StartedProcess
 

@@ -69,10 +69,10 @@ def make_loader(
 ) -> BatchLoader:
     """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` whose `properties` are known.
 
-    `sample_seeds` is "always", "never" or "auto": each sample of a map-style dataset is read with its own seed always,
-    never, or if reading it draws random numbers. `gather_json` gathers a value from every replica. With it, replicas
-    divide the reading of a stream between them, and compare their data and a user-defined order at the start of each
-    epoch.
+    `sample_seeds` decides whether each sample of a map-style dataset is read with its own seed: "always", "never" or
+    "auto". With "auto", each sample gets its own seed if reading the dataset's first or middle sample draws random
+    numbers or fails. `gather_json` gathers a value from every replica. With it, replicas divide the reading of a stream
+    between them, and compare their data and a user-defined order at the start of each epoch.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -307,11 +307,11 @@ def read_eval_microbatches(
     totals: dict[str, list[int]] | None = None,
     gather_json: GatherJson | None = None,
 ) -> Iterator[ReplicaMicrobatch]:
-    """Yield this replica's microbatches of one pass. Each sample is read by one replica.
+    """Yield this replica's microbatches of one pass. Each sample is in a microbatch of exactly one replica.
 
-    Replicas may have different numbers of microbatches.
-    `totals` receives the sample counts and checksums of a stream's shards, so that replicas can compare them. With
-    `gather_json`, which gathers a value from every replica, a user-defined order is compared first.
+    Replicas may have different numbers of microbatches. For a stream, `totals` receives the sample count and checksum
+    of each shard that this replica reads, so that replicas can compare them. With `gather_json`, which gathers a value
+    from every replica, a user-defined order is compared first.
     """
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from paceline.errors import DesyncError, ResumeError
 
 _ORDER_HINT = "order=lambda num_samples, epoch, seed: numpy.random.default_rng([seed, epoch]).permutation(num_samples)"
-_SAMPLER_HINT = "in the sampler's __iter__, torch.randperm(n) without generator=: the run seeds torch for each epoch"
+_SAMPLER_HINT = (
+    "call torch.randperm(n) without generator= in the sampler's __iter__: the run seeds torch for each epoch"
+)
 
 
 def refuse_different_orders(checksums: Sequence[str], *, order_source: str, epoch_note: str) -> None:

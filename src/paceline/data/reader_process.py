@@ -1,9 +1,9 @@
-"""A separate process that reads data before the data workers exist.
+"""A separate process that uses the dataset instead of a rank that has data workers.
 
-A file handle that a dataset opens at its first read is shared with every process that is forked later: two of them
-would seek and read at the same time, and get wrong records. Therefore a rank with data workers never uses the dataset
-itself, not even for `len()`. It forks a separate process for each such read, which looks like a data worker to user
-code. A rank without data workers forks nothing and reads the data itself.
+A file handle that a dataset opens at its first read is shared with every process that is forked later. Two such
+processes would seek and read at the same time, and get wrong records. Therefore a rank with data workers never uses the
+dataset itself, not even for `len()`. It forks a separate process, which looks like a data worker to user code. A rank
+without data workers forks nothing and reads the data itself.
 """
 
 import os
@@ -32,7 +32,8 @@ def read_in_process(source: Source, read: Callable[[], Result], *, seed: int = 0
 
     Raises:
         PacelineError: raised by `read`.
-        DataError: `read` raised anything else, or its process died.
+        DataError: in a separate process, `read` raised another exception, or the process died. Without data workers,
+            an exception of `read` is not converted.
     """
     if not source.workers:
         return read()
@@ -111,7 +112,7 @@ def _serve_calls(
             return
         try:
             if target is None:
-                start_function(source, appears_alone=True, parent=parent)(0)
+                start_function(source, reports_single_worker=True, parent=parent)(0)
                 if not source.is_indexed:
                     hide_worker_info()
                 target = make()

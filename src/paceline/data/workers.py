@@ -20,7 +20,7 @@ from paceline.data.worker_serialization import deserialize_microbatch, serialize
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.failures.oom_detection import explain_data_worker_error, explain_lock_error
-from paceline.torch_internals.private_api import mark_shut_down, stop_data_workers
+from paceline.torch_internals.private_api import mark_iterator_shut_down, stop_data_workers
 
 _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """The pools of data workers that are closed when the interpreter ends."""
@@ -76,7 +76,7 @@ class DataWorkers:
         if not self._source.workers:
             return None
         pins_memory = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
-        init_worker = start_function(self._source, appears_alone=False, parent=os.getpid())
+        init_worker = start_function(self._source, reports_single_worker=False, parent=os.getpid())
         loader = DataLoader(
             self._fetcher,
             num_workers=self._source.workers,
@@ -110,7 +110,7 @@ def start_workers(workers: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        mark_shut_down(error)
+        mark_iterator_shut_down(error)  # else the deletion of the half-built iterator could raise another error
         for process in set(active_children()) - children_before:
             process.kill()
             process.join()

@@ -125,7 +125,7 @@ def make_job(
         lr_schedule=schedule,
         metrics={"bits_per_byte": bits_per_byte},
         global_batch_size=32,
-        sequence={"0": 1},
+        sequence={"0": 1},  # for --layout cp: in entry 0 of a batch, dimension 1 is the sequence
         max_grad_norm=1.0,
         best="bits_per_byte:min",
         on_eval=sample,

@@ -48,7 +48,11 @@ class RunLock:
             os.close(handle)
 
     def close_in_forks(self) -> None:
-        """Close the lock in forked children: they do not write into the run folder, and may outlive the run."""
+        """Make every child that this process forks close the lock.
+
+        A rank calls this, because its children, such as data workers, do not write into the run folder and may outlive
+        the run.
+        """
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def _close_in_child(self) -> None:

@@ -12,7 +12,7 @@ __all__ = ["ConfigModel", "FolderModel", "job"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":  # as an attribute of the package
+    if name == "hf":  # `pl.hf` imports this module and looks up the name "hf" in it, as for every public name
         return sys.modules[__name__]
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

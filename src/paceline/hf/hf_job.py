@@ -41,8 +41,9 @@ def job(
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
         train_data: rows with the arguments of the model's forward (`input_ids`, `labels`, ...), or rows of text.
         task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the task
-            of the class that the config names, else seq2seq-lm for an encoder-decoder and masked-lm or causal-lm for
-            other models.
+            of the class that the config names. If the config names none, it is the first task that transformers
+            supports for this config: seq2seq-lm or speech-seq2seq for an encoder-decoder; masked-lm (unless the config
+            says that the model is a decoder), causal-lm or image-classification for another model.
         optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.

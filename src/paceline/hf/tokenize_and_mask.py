@@ -1,4 +1,7 @@
-"""Rows and batches for Hugging Face models: tokens, masks, labels and padding. Draws use the sample's own seed."""
+"""Rows and batches for Hugging Face models: tokens, masks, labels and padding.
+
+The masks are drawn from torch's global generator. By default, the loader seeds this generator for each sample.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -30,7 +30,11 @@ class JoinedWorld:
     port: int | None
     job_id: str
     has_unique_job_id: bool
-    """True if no other world has this `job_id`."""
+    """True if `job_id` identifies the world, so that it can name the folder in which ranks find rank 0.
+
+    It is True for every torchrun, although worlds of a static torchrun share the id "none": torchrun sets MASTER_ADDR
+    and MASTER_PORT, so its ranks need no folder.
+    """
     has_local_ranks: bool
     """True if the launcher says how many ranks are on this machine."""
     nodes: int = 1
@@ -232,6 +236,6 @@ def _check_world(world: JoinedWorld) -> JoinedWorld:
         raise UsageError(
             f"{world.kind}: rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
             f"{world.local_world_size}: these values contradict each other.",
-            hint="start as many tasks as ranks: --ntasks = nodes × --ntasks-per-node",
+            hint="start one task for each rank: with srun, --ntasks is the number of nodes × --ntasks-per-node",
         )
     return world

@@ -13,14 +13,14 @@ from pathlib import Path
 OWNER_VARIABLE = "PACELINE_RANK_OWNER"
 ATTEMPT_FOLDER = "PACELINE_ATTEMPT_FOLDER"
 LISTEN_FD = "PACELINE_LISTEN_FD"
-START_NUMBER = "PACELINE_START_NUMBER"
+START_NUMBER = "PACELINE_START_NUMBER"  # set in a restarted worker of parameter servers; 2 after its first restart
 _PACELINE_VARIABLES = (OWNER_VARIABLE, ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER)
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
           "SLURM_STEP_ID", "SLURM_LOCALID", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # fmt: skip
 _WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 
 
-def mark_owner(environ: MutableMapping[str, str]) -> None:
+def mark_rank_variables_as_own(environ: MutableMapping[str, str]) -> None:
     """Record that the rank variables in this environment were set for this process."""
     environ[OWNER_VARIABLE] = f"{os.getpid()}:{_checksum(environ)}"
 

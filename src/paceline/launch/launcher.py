@@ -177,7 +177,11 @@ def _has_lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
 
 
 def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
-    """Return the request that restarts from the newest checkpoint, and print how many steps are lost."""
+    """Return the request for the next attempt, and print how many steps are repeated.
+
+    With `resume=None`, the next attempt continues from the newest checkpoint of the run folder. If the folder has no
+    checkpoint, the next attempt starts as the last one did.
+    """
     assert outcome.failure is not None
     newest, step = resolve_mark(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
     description = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"

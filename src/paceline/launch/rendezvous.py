@@ -19,7 +19,7 @@ from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.run_lock import is_holder_alive, this_process
 from paceline.launch.environments import JoinedWorld, is_loopback
 from paceline.launch.failures.oom_detection import explain_open_files
-from paceline.launch.inherited_environment import drop_inherited, mark_owner
+from paceline.launch.inherited_environment import drop_inherited, mark_rank_variables_as_own
 
 _WAIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
@@ -36,7 +36,7 @@ def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, s
     """
     drop_inherited(environ)
     _set_variables(joined, environ)
-    mark_owner(environ)
+    mark_rank_variables_as_own(environ)
 
 
 def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
@@ -104,9 +104,9 @@ def _loopback_error(error: OSError) -> MachineError:
 def _rendezvous_folder(joined: JoinedWorld) -> Path:
     """Return the folder that only the ranks of this world use.
 
-    Its name is a hash that includes the launcher's job id, or the session if that id is not unique.
-
-    The parent process can't identify the world, because each rank may have a wrapper process of its own.
+    Its name is a hash that includes the launcher's job id. If that id is not unique, the hash includes the session
+    instead. The parent process does not identify the world if each rank has a wrapper process. Therefore it is used
+    only if this process leads a session of its own.
     """
     session = os.getsid(0)
     identity = [joined.job_id] if joined.has_unique_job_id else [session if session != os.getpid() else os.getppid()]

@@ -27,7 +27,7 @@ from paceline.launch.failures.failure_record import Failure
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
+from paceline.planner.search.layout_with_forecast import TIMED, LayoutForecast
 from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine
 from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 
@@ -110,7 +110,8 @@ def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *
 
     `answer` is the result of `choose_layouts_to_try`.
     """
-    fallback_layouts = [FallbackLayout(**fallback) for fallback in answer["rungs"]]
+    # The key `rungs` of auto.json has the layouts to try: the recommended one, then its fallbacks.
+    fallback_layouts = [LayoutForecast(**fallback) for fallback in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
     cost += f", after {format_duration(machine.seconds)} of measuring this machine" if machine.seconds else ""
     if fallback_layouts[0].source == TIMED:
@@ -132,7 +133,7 @@ def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *
     return replace(chosen, options={**chosen.options, "auto": lines})
 
 
-def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
+def apply_layout(task: Task, layouts: Sequence[LayoutForecast]) -> Task:
     """Return the task with the first of these layouts, instead of its current layout, and the others as fallbacks."""
     first, *fallbacks = layouts
     layout_settings = settings_from_text(first.settings)
@@ -150,7 +151,8 @@ def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
     )
 
 
-def _layout_options(first: FallbackLayout, fallbacks: Sequence[FallbackLayout]) -> dict[str, Any]:
+def _layout_options(first: LayoutForecast, fallbacks: Sequence[LayoutForecast]) -> dict[str, Any]:
+    """Return the options of a task with this layout. Here the key `rungs` has only the fallbacks, without `first`."""
     return {"forecast": first.as_json(), "rungs": [fallback.as_json() for fallback in fallbacks]}
 
 
@@ -160,7 +162,7 @@ def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     A fallback is used after out-of-memory, and after the refusal of a layout that was recommended without a replay.
     Return None if no fallback is left, or if the failure has another cause.
     """
-    fallbacks = [FallbackLayout(**fallback) for fallback in task.options.get("rungs", ())]
+    fallbacks = [LayoutForecast(**fallback) for fallback in task.options.get("rungs", ())]
     if failure is None or not fallbacks:
         return None
     is_refused = failure.exit_code == ExitCode.REFUSED and not task.options["forecast"]["replayed"]

@@ -26,8 +26,8 @@ from paceline.measured_planning.timing.timing_cache import load_timings
 from paceline.planner.advice.recommendations import Advice
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
-from paceline.planner.search.fallbacks import build_calibrated_fallback, fallback_layouts
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.fallbacks import build_calibrated_forecast, fallback_layouts
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
@@ -74,7 +74,8 @@ def plan_script_task(task: Task, *, job: Job) -> Task:
 def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, seconds: float) -> dict[str, Any]:
     """Return the layouts to try as `rungs`, the recommended one first, with the explanations to print.
 
-    Except for the recommended layout, no replay starts after `seconds`.
+    Layouts are replayed, the best one first, until one fits. After `seconds` and a dozen layouts that were refused or
+    did not fit, the next layout is recommended without a replay.
 
     Raises:
         LayoutError: nothing fits.
@@ -92,11 +93,11 @@ def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, second
         replayed = (choice.best.peak_bytes, choice.best.parts or {})
         store_plan(profiled_job.ready, profile, cluster, replayed={str(best.candidate): replayed})
     fallbacks = timings.apply_timings(fallback_layouts(choice.forecast, best, grid=grid))
-    layouts = [build_calibrated_fallback(best, timings.forecast, source=ORIGIN, replayed=replayed)]
-    layouts += [build_calibrated_fallback(estimate, timings.forecast, source=ORIGIN) for estimate in fallbacks]
+    layouts = [build_calibrated_forecast(best, timings.forecast, source=ORIGIN, replayed=replayed)]
+    layouts += [build_calibrated_forecast(estimate, timings.forecast, source=ORIGIN) for estimate in fallbacks]
     return {
         "rungs": [layout.as_json() for layout in layouts],
-        "case": choice.advice.case.number,
+        "case": choice.advice.case.number,  # what fits on one device: one of the three cases in docs/plan.md
         "why": "; ".join([choice.advice.rows[0].time_explanation, *profiled_job.notes]),
         "second": _second_choice_text(choice.advice, layouts),
         "unreplayed": choice.advice.not_replayed_reason,
@@ -106,7 +107,7 @@ def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, second
     }
 
 
-def _second_choice_text(advice: Advice, layouts: list[FallbackLayout]) -> str:
+def _second_choice_text(advice: Advice, layouts: list[LayoutForecast]) -> str:
     """Return a text about the best layout of another family or, without one, about the first fallback."""
     other_families = [row for row in advice.rows[1:] if row.estimate.fits]
     if other_families:

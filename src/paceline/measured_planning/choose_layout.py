@@ -67,10 +67,10 @@ def choose_layout(
     for candidate, rejection in sorted((rejected or {}).items(), key=lambda item: _has_model_axes(item[0])):
         if _is_allowed(candidate, selection.forecast):  # an earlier refusal may have removed it
             selection.remove_after_timing(candidate, rejection)
-    case = None  # of the first advice, before any refusal
+    memory_case = None  # what fits on one device, as the first advice says, before refusals change the forecast
     while True:
         advice = selection.make_advice()
-        case = case or advice.case
+        memory_case = memory_case or advice.case
         row = _next_row(advice, selection, deadline=deadline, replay_others=replay_others)
         if row is None:
             break
@@ -79,7 +79,9 @@ def choose_layout(
     unreplayed_reason = (
         f"{selection.num_refused} better layouts were refused or did not fit in replay, and the time limit was reached"
     )
-    advice = replace(advice, case=case, not_replayed_reason="" if best_name in selection.replays else unreplayed_reason)
+    advice = replace(
+        advice, case=memory_case, not_replayed_reason="" if best_name in selection.replays else unreplayed_reason
+    )
     return ChosenLayout(forecast=selection.forecast, advice=advice, replays=selection.replays)
 
 
@@ -128,8 +130,9 @@ def _next_row(advice: Advice, selection: "_Selection", *, deadline: float, repla
 class _Selection:
     """The candidates that may still be chosen, the replays so far, and the refusals so far.
 
-    Refusals are stored in the profile of `forecast`, by part. A part is a microbatch size, an axis with its size, an
-    option, a family, or a whole candidate. Every layout with a refused part is removed.
+    Refusals are stored in the profile of `forecast`, by part of a layout. A part is an axis (`tp`), an axis with its
+    size (`tp=4`), a setting of the layout (`remat`), a setting with its value (`remat=full`), a microbatch size, a
+    family, or a whole candidate. Every layout with a refused part is removed.
     """
 
     def __init__(

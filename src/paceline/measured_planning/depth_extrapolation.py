@@ -206,7 +206,7 @@ def _max_bucketed_elements(plan: ExecutionPlan) -> int:
 
 
 def _set_stage_depths(settings: Settings, depths: tuple[int, ...]) -> Settings:
-    """Return the settings with these numbers of blocks in the stages. One stage has all blocks without a setting."""
+    """Return the settings with these numbers of blocks in the stages. A single stage needs no such setting."""
     stages = depths if len(depths) > 1 else ()
     return replace(settings, place=replace(settings.place, stages=stages))
 

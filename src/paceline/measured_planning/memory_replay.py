@@ -1,7 +1,7 @@
 """Memory replay: run a step of a layout on fake tensors and simulated ranks, and measure the memory of each stage.
 
-In this module, a stage is a position in the pipeline. Its first rank represents it, with all the pipeline stages that
-this rank has.
+In this module, a stage is all that one rank of the pipeline holds, even if the schedule gives this rank several
+pipeline stages. If several ranks hold the same stage, only the first of them is replayed.
 """
 
 import gc
@@ -104,9 +104,11 @@ def _replay_stage(
         backend_copies=gloo_copies if plan.backend == "gloo" else None,
     )
     with fake_mode:
-        fake_mode.comparisons_hold = False
+        # While the model is built, comparisons of unknown numbers give False. Otherwise a constructor that samples
+        # until a value is within bounds would never end.
+        fake_mode.comparisons_are_true = False
         setup = build_training_setup(job=job, settings=settings, plan=plan, world=world)
-        fake_mode.comparisons_hold = True
+        fake_mode.comparisons_are_true = True
         updated_tensors = [member.parameter for member in setup.named_parameters]
         optimizers = setup.update.optimizers
         step_inputs = _read_batches(

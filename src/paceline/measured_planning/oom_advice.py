@@ -23,8 +23,8 @@ from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
-from paceline.planner.search.fallbacks import build_fallback
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.fallbacks import build_forecast
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.planner.search.neighbors import Change, cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
 from paceline.profiling.machine_benchmarks.this_machine import cached_local_cluster
@@ -44,7 +44,7 @@ class OomAdvice:
     """Lines about the three fastest changes with which the run would fit, and the layout of the fastest one."""
 
     lines: tuple[str, ...] = ()
-    first_layout: FallbackLayout | None = None
+    first_layout: LayoutForecast | None = None
 
 
 def advise_after_oom(
@@ -52,7 +52,7 @@ def advise_after_oom(
     failure: Failure,
     *,
     profile_model: Callable[[Task], Mapping[str, Any]],
-    command_for: Callable[[FallbackLayout], str],
+    command_for: Callable[[LayoutForecast], str],
 ) -> OomAdvice:
     """Return advice for a run that ran out of memory. It is empty if the run's model can't be profiled.
 
@@ -72,7 +72,7 @@ def advise_after_oom(
         changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=SearchSpace())
     except (PacelineError, OSError, ValueError, KeyError, TypeError):
         return OomAdvice()
-    layouts = [build_fallback(change.estimate) for change in changes]
+    layouts = [build_forecast(change.estimate) for change in changes]
     lines = [
         *_breakdown_lines(forecast, candidate, failure),
         *_advice_lines(changes, layouts, forecast, candidate, cluster, command_for),
@@ -164,11 +164,11 @@ def _breakdown_lines(forecast: CostModel, candidate: Candidate, failure: Failure
 
 def _advice_lines(
     changes: Sequence[Change],
-    layouts: Sequence[FallbackLayout],
+    layouts: Sequence[LayoutForecast],
     forecast: CostModel,
     candidate: Candidate,
     cluster: Cluster | None,
-    command_for: Callable[[FallbackLayout], str],
+    command_for: Callable[[LayoutForecast], str],
 ) -> Iterator[str]:
     current = forecast.estimate(candidate)
     if not changes:

@@ -10,8 +10,8 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import candidate_from_layout
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
-from paceline.planner.search.fallbacks import build_calibrated_fallback
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.fallbacks import build_calibrated_forecast
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.calibration_store import save_plan
 from paceline.profiling.machine_benchmarks.this_machine import cached_local_cluster
 from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
@@ -32,7 +32,7 @@ def store_plan(
         )
 
 
-def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, parameters: int) -> FallbackLayout | None:
+def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, parameters: int) -> LayoutForecast | None:
     """Return the forecast for a run's layout from the stored plan of its job; None if the plan does not apply.
 
     The forecast is for this machine if it is benchmarked, else for the cluster of the plan. If the layout was timed on
@@ -58,7 +58,7 @@ def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, pa
         plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=profile.compiles
     )
     replayed_bytes = replayed.get(str(candidate))
-    return build_calibrated_fallback(
+    return build_calibrated_forecast(
         apply_stored_timing(prepared_job, forecast, forecast.estimate(candidate)),
         forecast,
         source=SOURCE,

@@ -11,7 +11,7 @@ from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.measured_planning.auto_layout import make_planning_task, next_fallback_task
 from paceline.measured_planning.auto_worker import compute_model_profile
 from paceline.measured_planning.oom_advice import advise_after_oom
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.plugins import START_FOLDER
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.run_folder.run_folder import RunFolder
@@ -40,7 +40,7 @@ def _oom_advice_lines(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str
     def profile_model(task: Task) -> Mapping[str, Any]:
         return compute_model_profile(prepare(make_planning_task(task), job=job), max_ranks=task.ranks)
 
-    def python_line(fallback: FallbackLayout) -> str:
+    def python_line(fallback: LayoutForecast) -> str:
         settings = {name: int(value) if value.isdigit() else value for name, value in fallback.settings.items()}
         return f"pl.Run(..., layout={fallback.layout!r}, settings={settings})"
 

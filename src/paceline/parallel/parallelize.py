@@ -7,19 +7,15 @@ from functools import partial
 from torch import nn
 
 from paceline.comm.process_group import World
-from paceline.comm.rank_threads import ThreadWorld
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import LayoutError
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.compile import compile_blocks
-from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
-from paceline.parallel.data_parallel.reducer import Reducer
-from paceline.parallel.data_parallel.thread_replicas import ThreadReducer
+from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from paceline.parallel.gradients.partition import (
     add_expert_parameters,
-    do_nothing,
     model_tensor_after_placement,
     optimizer_tensor_after_placement,
     partition_zero3,
@@ -30,7 +26,7 @@ from paceline.parallel.gradients.tied_parameters import ExactTies, TiedReducer
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.blocks import find_blocks
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, param_tensors
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.user_hooks import find_hooked_parameters, refuse_lost_hooks
 from paceline.parallel.pipeline.pipeline_model import PipelineModel, build_pipeline_model
 from paceline.parallel.placement import Parallelism, ParallelizedModel, Placement, PlacementRequest
@@ -224,10 +220,13 @@ class Compilation:
         return request.is_compiled
 
     def apply(self, placement: Placement) -> None:
-        """Compile the blocks; report it if the pipeline stages call no block."""
+        """Compile the blocks; without blocks, compile the model's forward, or report why that is not possible."""
         model, pipeline, report = placement.model, placement.pipeline_model, placement.request.report
         if not placement.blocks and pipeline is not None and pipeline.is_graph_split and not repeated_blocks(model):
-            report("note: no block is compiled: stages along a graph call the model's modules, and none repeats")
+            report(
+                "note: no block is compiled: the model has no repeated blocks, and its stages run parts of an exported "
+                "graph instead of its forward"
+            )
         else:
             placement.undos.append(compile_blocks(model, report=report, blocks=placement.blocks))
 
@@ -336,10 +335,10 @@ PARALLELISMS = (
     ParallelismEntry(TiedUseRecords(), "on the full model: a stage sees only its own uses"),
     ParallelismEntry(TensorPlanning(), "on the full model: the plan is derived from its full forward"),
     ParallelismEntry(
-        PipelineStages(), "before all others, which process only this rank's stages", layouts=("pp",), cost="bubble"
+        PipelineStages(), "before the next parts, which process only this rank's stages", layouts=("pp",), cost="bubble"
     ),
     ParallelismEntry(
-        ExpertParallel(), "before tensors: only the experts of this rank are split", layouts=("ep",), cost="experts"
+        ExpertParallel(), "before tensors, which splits weights other than experts", layouts=("ep",), cost="experts"
     ),
     ParallelismEntry(
         TensorParallel(), "before remat: backward recomputes the split layer", layouts=("tp",), cost="tensor"
@@ -348,12 +347,12 @@ PARALLELISMS = (
         ContextParallelism(), "after tensors: it runs inside the split layers", layouts=("cp",), cost="context"
     ),
     ParallelismEntry(DeferredValues(), "after all splits: only the tensors that this rank keeps get memory"),
-    ParallelismEntry(ListedBlocks(), "before remat and compile, which wrap them"),
+    ParallelismEntry(ListedBlocks(), "before remat and compile, which wrap the blocks that place.blocks lists"),
     ParallelismEntry(
         ActivationCheckpointing(), "before compile: the checkpointed forward is the one to compile", cost="again"
     ),
     ParallelismEntry(Compilation(), "before shard: parameters are gathered around a compiled block, not inside it"),
-    ParallelismEntry(FixedPoint(), "before the reducers, which sum on the grid"),
+    ParallelismEntry(FixedPoint(), "before the reducers, which sum gradients as integers, in units that exact chooses"),
     ParallelismEntry(FullSharding(), "after all other changes of parameters", layouts=("fsdp", "hsdp"), cost="gather"),
     ParallelismEntry(
         ShardedOptimizer(), "after all changes of parameters", layouts=("zero1", "zero2"), cost="gradients"
@@ -414,7 +413,8 @@ def build_fixed_point_grid(
     for name in sorted(set(ties) - tied_uses.names):
         raise LayoutError(
             f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ties[name]))} by one name.",
-            cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
+            cause="one process adds the gradients of all uses of this weight, then rounds the sum to the grid; stages "
+            "round the gradients of their uses, then add them",
             hint="a separate module for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
@@ -424,27 +424,3 @@ def build_fixed_point_grid(
         grid.set_ties(ExactTies(ties, world=stage_world))
     tied_uses.register_hooks()
     return grid
-
-
-def parallelize_thread_replica(
-    model: nn.Module,
-    *,
-    members: Sequence[NamedParameter],
-    targets: Sequence[NamedParameter],
-    world: ThreadWorld,
-    exact: bool,
-) -> ParallelizedModel:
-    """Return the model of a thread replica; gradients of its parameters `members` are added to those of `targets`."""
-    reducer: Reducer = ThreadReducer(named_parameters=members, target_parameters=targets, world=world)
-    grid = None
-    if exact:
-        tied_uses = TiedUses(model)
-        grid = FixedPointGrid(names=[member.name for member in members], tied_uses=tied_uses)
-        reducer = ExactReducer(named_parameters=members, world=world, grid=grid)
-        tied_uses.register_hooks()
-    local_world = World(device=world.device)
-    weights = ShardedTensors(world=local_world, tensors=param_tensors(members))
-    return ParallelizedModel(
-        named_parameters=members, weights=weights, optim_shards=weights, reducer=reducer,
-        sync_after_update=do_nothing, sync_after_load=do_nothing, grid=grid,
-    )  # fmt: skip

@@ -11,7 +11,8 @@ import psutil
 
 from paceline.comm.process_group import World
 
-# of the cores: other programs disturb if they use at least the first fraction, and at most the second is idle
+# Fractions of the cores' time. Other programs disturb a measurement if they use at least _MIN_OTHER_SHARE of this time,
+# and at most _MAX_IDLE_SHARE of this time is idle.
 _MIN_OTHER_SHARE, _MAX_IDLE_SHARE = 0.1, 0.2
 _MIN_SECONDS = 0.2  # summed over the cores: shorter periods are too coarse, as the kernel counts in 10 ms steps
 # of psutil.cpu_times(); interrupts are left out, because the ranks' own messages cause them

@@ -22,8 +22,8 @@ def show_curves(history: History) -> str:
     charts.append(draw_chart("samples seen", [Curve(name="samples", points=history.samples())], marks=marks))
     charts.append(_metric_chart(history, "memory/peak_gib", marks, title="peak memory of a rank, GiB"))
     charts_html = "".join(charts)
-    repeated_note = f'<p class="soft">{history.num_repeated} logged steps were repeated after a resume; the curves show their last values.</p>'
-    note = repeated_note if history.num_repeated else ""
+    discarded_note = f'<p class="soft">The records of {history.num_discarded} logged steps were discarded, because the run was resumed from an earlier step.</p>'
+    note = discarded_note if history.num_discarded else ""
     return f'<section><h2>Curves</h2>{note}<div class="charts">{charts_html}</div></section>' if charts_html else ""
 
 

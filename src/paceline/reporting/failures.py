@@ -111,7 +111,10 @@ def _failure_text(failure: dict[str, Any]) -> str:
 
 
 def show_checkpoints(run: RunFolder) -> str:
-    """Return a section with every checkpoint. Up to 4 GiB in total, each is read and compared with its digests."""
+    """Return a section with every checkpoint.
+
+    If all checkpoints together have at most 4 GiB, each is read and compared with its digests. Otherwise none is read.
+    """
     steps = list_checkpoints(run.checkpoints)
     if not steps:
         return ""

@@ -52,7 +52,7 @@ def _section(event: dict[str, Any]) -> str:
     )
     source = _SOURCES.get(str(event["source"]), str(event["source"]))
     return (
-        f"<section><h2>Forecast and measured</h2><p>Forecast by {escape(source)} for {escape(str(event['layout']))}, measured "
-        f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>measured / forecast</th>"
+        f"<section><h2>Forecast and measured</h2><p>The layout is {escape(str(event['layout']))}. The forecast comes from "
+        f"{escape(source)}. The measurement ended at step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>measured / forecast</th>"
         f"<th>measured by</th></tr>{cells}</table>{small_note}{load_note}{draw_bars('peak bytes of the fullest rank', kinds, bar_rows)}</section>"
     )

@@ -1,4 +1,7 @@
-"""A plan as a page: for each layout, the memory compared with the device's, the parts of a step, and the schedule."""
+"""A plan as a page: for each layout, the memory compared with the device's, and the parts of a step.
+
+The page also has the schedule of the recommended layout and of each other layout that fits and has a pipeline.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -86,7 +89,7 @@ def _time_parts(estimate: Estimate) -> dict[str, float]:
 def _header(answer: Mapping[str, Any], cost_model: CostModel, job: str) -> str:
     profile = cost_model.profile
     shown = {
-        "case": str(answer["case"]),
+        "case": str(answer["case"]),  # what fits on one device: one of the three cases in docs/plan.md
         "recommended": str(answer["recommended"] or "none fits"),
         "parameters": f"{profile.parameters:,}",
         "global batch": f"{profile.global_batch_size:,}",
@@ -110,7 +113,8 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
     impossible = [
         f"<b>{escape(row['layout'])}</b>: {escape(row['why'])}" for row in answer["plans"] if "settings" not in row
     ]
-    notes = "".join(f"<li>{line}</li>" for line in [*impossible, *map(escape, answer.get("limits", ()))])
+    bottlenecks = map(escape, answer.get("limits", ()))  # lines on what limits the recommended layout's step time
+    notes = "".join(f"<li>{line}</li>" for line in [*impossible, *bottlenecks])
     titles = "".join(f"<th>{head[column]}</th>" for column in shown_columns)
     note_list = f"<ul>{notes}</ul>" if notes else ""
     return f'<section><div class="plans"><table><tr>{titles}</tr>{body}</table></div>{note_list}</section>'
@@ -140,10 +144,14 @@ def _cells(row: Mapping[str, Any], estimate: Estimate, cost_model: CostModel) ->
 
 
 def _differences(differences: Sequence[Sequence[str]]) -> str:
+    """Return a section with the differences of each layout from the first one, as HTML.
+
+    `differences` has the results of `layout_differences`. The first line of each is its title.
+    """
     body = ""
     for title, *differing_lines in differences:
         body += f"<h3>{escape(title)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in differing_lines)}</ul>"
-    return f"<section><h2>Differences</h2>{body}</section>" if body else ""
+    return f"<section><h2>Differences from the first layout</h2>{body}</section>" if body else ""
 
 
 def _assumptions(cost_model: CostModel, *, is_offloaded: bool) -> str:

@@ -29,7 +29,7 @@ _CURVES = ("grad_norm", "lr", "samples_per_second", "tokens_per_second", "time/s
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One run in a comparison. `speed` has medians over the logged steps."""
+    """One run in a comparison. `speed` has medians over all logged steps but the first."""
 
     name: str
     history: History
@@ -176,9 +176,10 @@ def _overlay_chart(runs: Sequence[ComparedRun], name: str) -> str:
 
 
 def _charts_against(runs: Sequence[ComparedRun], name: str) -> str:
-    """Draw a metric over samples, over seconds and over bytes sent, which show what the metric costs.
+    """Draw a metric over samples, over seconds and over bytes sent.
 
-    An axis is left out if a run has fewer than two points on it.
+    The charts show how much of each a run needs to reach a value of the metric. An axis is left out if a run has fewer
+    than two points on it.
     """
     axes = {
         "samples": [run.history.samples() for run in runs],

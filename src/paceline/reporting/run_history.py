@@ -25,17 +25,18 @@ class ResumeMark:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The history of one run. `steps` has the metrics of each logged step, as the last attempt logged them.
+    """The history of one run. `steps` has the metrics of each logged step that was not discarded.
 
-    `num_repeated` is the number of step records that a later attempt replaced, and `num_unreadable` the number of
-    unreadable lines by file.
+    If an attempt was resumed from step n, the records that earlier attempts logged after step n are discarded.
+    `num_discarded` is the number of discarded step records, and `num_unreadable` is the number of unreadable lines by
+    file.
     """
 
     run: RunFolder
     steps: RecordsByStep
     events: list[dict[str, Any]]
     num_unreadable: dict[str, int]
-    num_repeated: int
+    num_discarded: int
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -61,17 +62,17 @@ class History:
             _points(
                 [
                     (e.get("step"), e.get("samples"))
-                    for e in _without_repeated_steps(self.events_of_kind(_STEP), self.starts)
+                    for e in _without_discarded_steps(self.events_of_kind(_STEP), self.starts)
                 ]
             )
         )
 
     def seconds(self) -> list[Point]:
-        """Return the run's duration in seconds over steps, without the time between attempts."""
+        """Return the run's duration in seconds over steps. Time between attempts or on discarded steps is left out."""
         return self._cumulative_points(lambda record, start: _event_time(record) - start)
 
     def sent_bytes(self) -> list[Point]:
-        """Return the bytes that rank 0 has sent in all attempts, over steps."""
+        """Return the bytes that rank 0 has sent in all attempts, over steps. Bytes for discarded steps are left out."""
         return self._cumulative_points(lambda record, _: record.get("sent_bytes"))
 
     def points_against(self, name: str, axis: Sequence[Point]) -> list[Point]:
@@ -83,6 +84,7 @@ class History:
         """Return a number that accumulates over all attempts.
 
         `value_for` gets a step's record and the start time of its attempt, and returns the number since that start.
+        An attempt continues from the number at the previous attempt's last step in `steps`.
         """
         start_times = [_event_time(start) for start in self.starts] or [0.0]
         points: list[Point] = []
@@ -101,7 +103,7 @@ class History:
 
     def last_step(self) -> int:
         """Return the last step of the run, logged or not, according to its files."""
-        step_events = _without_repeated_steps(
+        step_events = _without_discarded_steps(
             [event for event in self.events if isinstance(event.get("step"), int)], self.starts
         )
         return max([0, *self.steps, *(_int_or_zero(event.get("step")) for event in step_events)])
@@ -133,22 +135,22 @@ def read_history(run: RunFolder) -> History:
     records, unreadable_metrics = read_records(run.metrics)
     events = [event for event in events if isinstance(event.get("event"), str)]
     starts = [event for event in events if event["event"] == _STARTED]
-    not_repeated = _without_repeated_steps(
+    kept_records = _without_discarded_steps(
         [record for record in records if isinstance(record.get("step"), int)], starts
     )
     steps: RecordsByStep = {}
-    for record in not_repeated:
+    for record in kept_records:
         steps.setdefault(record["step"], {}).update(record)
     num_unreadable = {
         name: count for name, count in (("events", unreadable_events), ("metrics", unreadable_metrics)) if count
     }
-    num_repeated = sum(_is_step_record(r) for r in records) - sum(_is_step_record(r) for r in not_repeated)
+    num_discarded = sum(_is_step_record(r) for r in records) - sum(_is_step_record(r) for r in kept_records)
     return History(
         run=run,
         steps=dict(sorted(steps.items())),
         events=events,
         num_unreadable=num_unreadable,
-        num_repeated=num_repeated,
+        num_discarded=num_discarded,
     )
 
 
@@ -160,8 +162,8 @@ def json_or_none(path: Path) -> Any:
         return None
 
 
-def _without_repeated_steps(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records, except those of steps that a later attempt repeated."""
+def _without_discarded_steps(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records, except those on steps after the step from which a later attempt was resumed."""
     resumes = [(_event_time(start), _int_or_zero(start.get("resumed_from"))) for start in starts[1:]]
     return [
         r

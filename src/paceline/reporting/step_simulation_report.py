@@ -23,7 +23,7 @@ from paceline.schedule.program_svg import draw
 
 PART_LABELS = {**TIME_PART_LABELS, "bubble": "waiting in the pipeline", STAGE_MESSAGES: "messages between stages"}
 _MIN_FRACTION = 1e-4  # the fraction of a step below which a part is not shown
-_MIN_MICROBATCHES = 24  # a picture shows this many microbatches, or two per stage if that is more
+_MIN_MICROBATCHES = 24  # a picture shows this many microbatches, or two per rank of the pipeline if that is more
 
 
 def timeline_svg(cost_model: CostModel, *, candidate: Candidate) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The section of a run's page about `verify`: the newest verdict on the same job, settings, layout and ranks."""
+"""The section of a run's page about `verify`: a verdict on the same job, settings, layout and ranks."""
 
 from collections.abc import Mapping
 from html import escape
@@ -25,10 +25,11 @@ _IGNORED_SETTINGS = (
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
-    """Return the newest verdict on this training from this folder or a nearby one, or the reason why there is none.
+    """Return a verdict on this training from this folder or a nearby one, or the reason why there is none.
 
-    The verdict is the content of its answer file. A verdict in a nearby folder counts only if the folder has the same
-    owner as the run.
+    A verdict in the run's own folder comes first. Then come the nearby folders in descending order of their names,
+    which by default begin with the time. A verdict in a nearby folder is used only if the folder has the same owner as
+    the run. The returned verdict is the content of its answer file.
     """
     run_conditions, late_modules, run_answer = _conditions_of_run(run), _late_modules(run), run.answer("verify")
     nearby_answers = [path for folders in ("*", "*/*") for path in run.path.parent.glob(f"{folders}/{run_answer.name}")]

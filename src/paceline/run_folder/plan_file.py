@@ -10,6 +10,7 @@ from paceline.filesystem.atomic_files import read_json, read_regular, write_json
 
 FILE_NAME = "plan.json"
 _ACTIVITY_FILE = "doing.txt"
+# The keys of the advice. `case` is the number of the `MemoryCase`, and `facts` is the model profile.
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 
@@ -20,7 +21,7 @@ def write_plan_file(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
-    """Write the keys in `ADVICE` of `plan`'s answer; the execution plan is kept."""
+    """Write the advice from the answer of `paceline plan`: its keys in `ADVICE`. The execution plan is kept."""
     plan = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key not in ADVICE}
     write_json(folder / FILE_NAME, {**plan, **{key: advice[key] for key in ADVICE if key in advice}})
 
@@ -37,8 +38,8 @@ def read_advice(path: Path) -> dict[str, Any]:
     content = _read_or_empty(file)
     if not _is_list_of_plans(content.get("plans")):
         raise UsageError(
-            f"{file} has no layouts in it.",
-            cause="a run wrote it, with the run's layout only, or it is not a file of `paceline plan`",
+            f"{file} has no planned layouts.",
+            cause="a run wrote it and stored only its own layout, or it is not a file of `paceline plan`",
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
     return {key: value for key, value in content.items() if key in ADVICE}

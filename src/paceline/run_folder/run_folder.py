@@ -165,9 +165,12 @@ def run_of_checkpoint(checkpoint: Path) -> RunFolder:
 def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
     """Return the folder to run in (None: a new folder), and the checkpoint to resume from: `newest`, a path, or None.
 
-    `run` is the requested folder, or empty. `resume` is a run, a checkpoint, an empty text (the newest run of `name`),
-    or None (the requested folder is resumed if it has a checkpoint). If both are given, `run` is a branch that starts
-    from the checkpoint of `resume`; the same command continues the branch later.
+    `run` is the requested folder, or empty. `resume` is one of these:
+
+    - None: the requested folder is resumed if it has a checkpoint.
+    - An empty text: the requested folder is resumed. If there is none, the newest run of `name` is resumed.
+    - A run or a checkpoint: this run is resumed. If `run` is another folder, it is instead a branch that starts from
+      the checkpoint of `resume`, and the same command continues the branch later.
 
     Raises:
         UsageError: there is no such run or checkpoint.
@@ -208,7 +211,7 @@ def _refuse_superseded_checkpoint(run: RunFolder, checkpoint: Path | None) -> No
     if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
         raise UsageError(
             f"{checkpoint} was set aside: {run.path} was resumed from an older checkpoint.",
-            hint=f"--resume {checkpoint} --run-dir runs/BRANCH resumes from it in its own folder",
+            hint=f"--resume {checkpoint} --run-dir runs/BRANCH continues from it in the new folder runs/BRANCH",
         )
 
 

@@ -1,4 +1,4 @@
-"""Run a program in virtual time: each rank runs its actions in order, and waits only at receives."""
+"""Run a program in virtual time: each rank runs its actions in order, and waits for messages and for `Costs.ready`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Check the actions of one rank without those of other ranks: they are complete and after their inputs."""
+"""Check one rank's actions, without the other ranks: none is missing or extra, and each comes after its inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace

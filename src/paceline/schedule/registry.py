@@ -180,6 +180,7 @@ def _check_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: int) 
         raise LayoutError(
             f"schedule {schedule.name!r} has {plural(schedule.virtual, 'stage')} on each rank, "
             f"but {virtual} are requested.",
-            cause="naive, interleaved, breadth_first and zb_interleaved take any number of stages per rank",
+            cause="of the built-in schedules, only naive, interleaved, breadth_first and zb_interleaved take any "
+            "number of stages per rank",
             hint=f"--layout pp={ranks},schedule=interleaved,virtual={virtual}",
         )

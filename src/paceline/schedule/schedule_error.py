@@ -20,7 +20,7 @@ class ScheduleFault:
     action: Action  # is duplicate, missing, too early or waiting, or does not belong to this rank
     message: str
     cause: str = ""
-    severity: int = 0  # 0: extra action, 1: missing, 2: too early; of several faults, the lowest is reported
+    severity: int = 0  # 0: extra action, 1: missing, 2: too early; a fault of the lowest severity is reported
     other_positions: tuple[tuple[int, int], ...] = ()  # further (rank, position) pairs to mark
 
 
@@ -34,7 +34,7 @@ class ScheduleError(LayoutError):
             if fault.position < len(row)
             else "at the end"
         )
-        more_note = f" (and {num_more} more after it)" if num_more else ""
+        more_note = f" (1 of {num_more + 1} faults)" if num_more else ""
         super().__init__(
             f"schedule {program.name!r}: {fault.message}{more_note}",
             where=f"rank {fault.rank}, {position}",

@@ -44,7 +44,7 @@ class VersionRule:
         return self.stages - 1 - stage
 
     def needs_no_stash(self, stage: int) -> bool:
-        """Return True if the stage has no update between the forward and the backward of any microbatch."""
+        """Return True if each microbatch uses the newest weights and runs its backward before the next update."""
         return self.rule is Rule.NEWEST and not self.num_warmup_forwards(stage)
 
     def version(self, *, stage: int, microbatch: int, batches: "BatchBoundaries") -> int:
@@ -185,7 +185,7 @@ class WeightVersionUse:
 
 
 def weight_versions_used(program: Program, version_rule: VersionRule) -> tuple[WeightVersionUse, ...]:
-    """Return the weight versions that each stage uses. They are counted from the updates among the stage's actions.
+    """Return the weight versions that each stage uses under the rule, and how many of them exist at once.
 
     Raises:
         ValueError: a microbatch needs weights that its stage has not computed yet.

@@ -176,7 +176,7 @@ class BatchForwardBackward:
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
         self.reports_loss = replica.worlds.tp.rank == 0
-        self._known_columns: dict[str, bool] = {}  # True: a list with one entry per sample. By its path.
+        self._known_columns: dict[str, bool] = {}  # by path: whether the value is a list with one entry per sample
         self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:

@@ -17,8 +17,8 @@ from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 GradNormFunction = Callable[[], Tensor]
-# Bytes per element that a gradient needs for a norm in its own dtype. A norm in half precision has only three digits,
-# so each rank would clip its shard by a different norm.
+# The smallest item size, in bytes, of a gradient whose norm is computed in the gradient's own dtype. A norm in half
+# precision has only three digits, so each rank would clip its shard by a different norm.
 _MIN_NORM_ITEMSIZE = 4
 
 

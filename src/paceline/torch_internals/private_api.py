@@ -54,7 +54,6 @@ __all__ = [
     "disabled_torch_function",
     "divide_all",
     "enable_compile_errors",
-    "guard_hooks",
     "has_amx_tiles",
     "has_hooks",
     "hide_process_group",
@@ -65,9 +64,10 @@ __all__ = [
     "lerp_all",
     "make_subclass",
     "make_wrapper_tensor",
-    "mark_shut_down",
+    "mark_iterator_shut_down",
     "module_registries",
     "pin_memory",
+    "recompile_on_hook_changes",
     "remove_all_hooks",
     "running_autograd_function",
     "set_up_data_worker",
@@ -113,7 +113,7 @@ def has_amx_tiles() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def guard_hooks() -> None:
+def recompile_on_hook_changes() -> None:
     """Make torch recompile a module when its hooks change.
 
     Otherwise two models of one class in one process, as in `verify`, would run each other's hooks or none.
@@ -330,7 +330,7 @@ def stop_data_workers(iterator: Any) -> None:
         process.join()
 
 
-def mark_shut_down(error: BaseException) -> None:
+def mark_iterator_shut_down(error: BaseException) -> None:
     """Mark a DataLoader iterator as shut down if its constructor raised this error and left it half initialised."""
     for frame, _ in walk_tb(error.__traceback__):
         iterator = frame.f_locals.get("self")

@@ -168,7 +168,7 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
     return dropout_blocks
 
 
-class DisabledDropout:
+class InitiallyZeroDropout:
     """The dropout modules whose rate was 0 when the model was split into stages.
 
     The split assumes that they draw no random numbers. Their blocks do not start random streams, because that would
@@ -178,7 +178,7 @@ class DisabledDropout:
     def __init__(self, model: nn.Module) -> None:
         self._zero_rates = [(m, name) for m in model.modules() for name, value in _dropout_rates(m) if value == 0]
 
-    def is_any_enabled(self) -> bool:
+    def has_positive_rate(self) -> bool:
         """Return whether one of these modules has a positive rate now."""
         return any(getattr(module, name, 0) for module, name in self._zero_rates)
 

@@ -394,7 +394,7 @@ def _restore(
         load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
     setup.step.steps_done = cursor.step
-    setup.step.replica.buffers.begin()
+    setup.step.replica.buffers.accept_current_values()
     return cursor
 
 

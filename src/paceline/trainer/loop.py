@@ -71,7 +71,8 @@ class Loop:
         self._checkpointer = checkpointer
         self._heartbeat = heartbeat
         self._faults = faults
-        self._faults_before_step = [faults] if faults.has_any else []  # lists, so that a step loops over what is on
+        # A step loops over this list, `_open_lengths` and `_forecast_checks`. A list is empty if its feature is off.
+        self._faults_before_step = [faults] if faults.has_any else []
         self._stop = stop
         self._open_lengths = [length] if length.is_open else []
         self._memory_baseline = memory_baseline
@@ -209,7 +210,7 @@ class Loop:
 
     @contextmanager
     def _explain_nonfinite(self) -> Iterator[None]:
-        """Return a context that adds to a `NonFiniteError` which inputs of its step were not finite.
+        """Return a context that adds the non-finite microbatches and samples of the step to a `NonFiniteError`.
 
         The error may belong to an earlier step. If results are read with a delay, ranks raise the error at different
         times, so each rank checks only its own inputs.

@@ -188,7 +188,7 @@ class ParameterServerWorker:
         if message.buffer is not None:
             for tensor, value in zip(fixed, layout_of(fixed).views(message.buffer), strict=True):
                 tensor.data.copy_(value)
-        self._replica.buffers.begin()
+        self._replica.buffers.accept_current_values()
         parameters = {member.name: member.parameter for member in self._named_parameters}
         return _ServerConnection(connection, [parameters[name] for name in message.fields["names"]])
 

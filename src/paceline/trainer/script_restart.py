@@ -57,7 +57,9 @@ def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
     if had_run or (dist.is_available() and dist.is_initialized()):
         raise torch_imported_error("this process already had a run or a process group")
     if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
-        raise torch_imported_error("the program can't be restarted: it was read from a pipe, or its folder has changed")
+        raise torch_imported_error(
+            "the program can't be restarted: it was read from a pipe, or its file is not found from the current folder"
+        )
     if "mpi4py.MPI" in sys.modules:
         raise torch_imported_error("mpi4py has initialised MPI in this process, so it can't be restarted")
     flush()

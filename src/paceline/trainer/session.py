@@ -31,7 +31,7 @@ from paceline.launch.agent.signals import stop_flag
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.plan_file import write_plan_file
@@ -240,7 +240,7 @@ class _SessionBuilder:
         )
         return [Note(text=text, level="warning") for text in warnings]
 
-    def _find_forecast(self) -> FallbackLayout | None:
+    def _find_forecast(self) -> LayoutForecast | None:
         """Return the forecast that rank 0 finds for this run, shared with all ranks."""
         if not is_forecast_supported(self.prepared_job):
             return None
@@ -248,7 +248,7 @@ class _SessionBuilder:
         if self.world.is_main:
             forecast = find_forecast(self.prepared_job, folder=self.run.path, count_parameters=self._count_parameters)
         shared_forecast = self.world.share_json(None if forecast is None else forecast.as_json())
-        return None if shared_forecast is None else FallbackLayout(**shared_forecast)
+        return None if shared_forecast is None else LayoutForecast(**shared_forecast)
 
     def _count_parameters(self) -> int:
         """Return the number of trainable parameters on all ranks together."""
@@ -351,7 +351,7 @@ class _SessionBuilder:
         *,
         loader: BatchLoader,
         loop: Loop,
-        forecast: FallbackLayout | None,
+        forecast: LayoutForecast | None,
     ) -> None:
         """Write the records of the run and emit `RunStarted`, on rank 0. An evaluation changes no records."""
         if not self.world.is_main or self.prepared_job.task.verb == "evaluate":
@@ -378,7 +378,7 @@ class _SessionBuilder:
             )
         )
 
-    def _plan_extras(self, forecast: FallbackLayout | None) -> dict[str, Any]:
+    def _plan_extras(self, forecast: LayoutForecast | None) -> dict[str, Any]:
         """Return what `plan.json` records in addition to the plan."""
         extras = {"auto": self.prepared_job.task.options.get("auto"), "forecast": forecast and forecast.as_json()}
         return {name: value for name, value in extras.items() if value is not None}

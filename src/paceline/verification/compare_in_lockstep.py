@@ -254,7 +254,7 @@ class LockstepComparison:
                 value = distribute_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
                 if local.tensor is not None and value is not None:
                     copy_into(local.tensor, value)
-        self._setup.step.replica.buffers.begin()  # the buffers were written by this copy, not by a forward
+        self._setup.step.replica.buffers.accept_current_values()  # this copy has written the buffers, not a forward
 
     def _read_step_input(self, cursor: Cursor) -> StepInput:
         loader = build_layout_loader(self._setup, cursor)

@@ -16,7 +16,9 @@ from paceline.verification.tensor_distance import euclidean_distance
 def gather_copies(
     local_tensors: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World, names: Sequence[str] | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return the full tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
+    """Return the full tensors of every copy, valid on rank 0.
+
+    A later copy of a tensor is not sent if it equals the first copy.
 
     If a rank of a copy lacks a tensor (such as the gradient of a frozen parameter), the copy omits this tensor.
     """

@@ -1,9 +1,11 @@
 """Noise floors: how far two correct results may differ, measured for each tensor.
 
 One process repeats the same step with every weight perturbed by one unit in the last place, and with the
-microbatches in reverse order. A small change of the result is rounding, and gives the floor. A change above a limit has
-another cause, such as a random number that differs in each run or a dependence on the order; it is not used. A tensor
-whose true gradient is zero gets a floor above the norm of its computed gradient, which is only rounding.
+microbatches in reverse order. A small change of the result is rounding, and gives the floor. A change above a limit is
+not used, because it has another cause, such as a random number that differs in each run or a dependence on the order.
+There is one exception: if the layout computes slices of a microbatch in half precision, a perturbation of the weights
+may change the gradient by more than the limit, and this change is used too. A tensor whose true gradient is zero gets a
+floor above the norm of its computed gradient, which is only rounding.
 """
 
 import math
@@ -26,7 +28,7 @@ _HALF_PRECISION_MARGIN = 4.0
 MAX_ROUNDING_EPS = 4096.0  # in machine epsilons
 _MAX_ROUNDING_FRACTION = 0.02
 _MIN_ROUNDING_EPS = 16.0  # in machine epsilons; in bfloat16 this is more than _MAX_ROUNDING_FRACTION
-_OTHER_KERNELS_FACTOR = 16.0  # multiplies the floors if the layout uses other formulas (see `ReferenceConfig`)
+_OTHER_KERNELS_FACTOR = 16.0  # multiplies floors of gradients and buffers if `uses_other_kernels` is set
 _NUM_PERTURBED_RUNS = 3
 _MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's norm and before the margin
 

@@ -22,7 +22,7 @@ from paceline.filesystem.atomic_files import write_json
 from paceline.profiling.environment import code_facts
 from paceline.run_folder.run_folder import RunFolder
 from paceline.step.update_rules import step_rule
-from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.private_api import recompile_on_hook_changes
 from paceline.trainer.setup.build_training_setup import TrainingSetup, full_model_builder
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import lr_factor
@@ -65,10 +65,15 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 
 def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dict[str, Any]:
-    """Run all rungs on an existing world, and return the answer, which is the same on every rank."""
+    """Run all rungs on an existing world, and return the answer.
+
+    The answer is the same on every rank, except for the seconds of each rung.
+    """
     refuse_compression_with_sync_bn(prepared_job.plan.compression, buffers=prepared_job.settings.train.buffers)
     instructions = WorkerInstructions(world)
-    guard_hooks()  # before the first model is built: the reference's model has the same class, but other hooks
+    # The layout's model and the reference's model have the same class, but different module hooks. Without this call,
+    # compiled models would run each other's hooks or none. The call must come before the first model is built.
+    recompile_on_hook_changes()
     loss_scale = _find_loss_scale(prepared_job, world)
     rules_out = "a job that is not deterministic, a loss that is not a sum"
     rungs = [_run_rung("one process", rules_out, lambda: _run_first_rung(prepared_job, world))]
@@ -165,7 +170,10 @@ def build_reference(
 
 
 def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
-    """Return `steps` cursors or fewer: the first steps of an epoch, and its short final batch if there is one."""
+    """Return cursors of the steps to compare: an epoch's first steps, and its short final batch if there is one.
+
+    There are at most `steps` cursors, or two if `steps` is 1 and the epoch has both a full and a short batch.
+    """
     size = prepared_job.plan.global_batch_size
     reader = build_reference(prepared_job, None).reader
     total = reader.num_samples(0)
@@ -184,7 +192,9 @@ def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
 
 
 def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult) -> list[Cursor]:
-    """Return cursors of the steps to compare, without a short final batch that one process can't run.
+    """Return cursors of the steps to compare, without the last one if one process can't run its batch.
+
+    Usually this is the short final batch of an epoch.
 
     Raises:
         JobError: the run would reach this batch.
@@ -204,12 +214,12 @@ def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, singl
     num_steps = prepared_job.settings.train.steps
     if num_steps is None or num_steps > last.step:
         raise JobError(
-            f"step {last.step + 1}, the epoch's short last batch, can't be run, not even in one process: {problem}",
-            cause="a layer (BatchNorm), the loss or the collation needs more samples than are left over",
+            f"step {last.step + 1}, the last that would be compared, can't be run, not even in one process: {problem}",
+            cause="in a short last batch, a layer (BatchNorm), the loss or the collation may need more samples",
             hint="--data.drop_last true, or a global_batch_size that leaves more samples over",
         )
     single_result.detail += (
-        f" Step {last.step + 1}, a short batch that train.steps={num_steps} does not reach, was left out."
+        f" Step {last.step + 1} was left out: one process can't run it, and train.steps={num_steps} does not reach it."
     )
     return cursors[:-1]
 

@@ -123,7 +123,7 @@ def test_a_model_that_is_not_split_by_names_of_its_own() -> None:
     model = seeded(lambda: Mixture(Odd, count=4))
     with pytest.raises(LayoutError, match="Mixture has no experts to split"):
         find_experts(model)
-    with pytest.raises(LayoutError, match="has no module nothing"):
+    with pytest.raises(LayoutError, match="has no module 'nothing'"):
         find_experts(model, pattern="nothing")
 
 

@@ -13,7 +13,7 @@ from paceline.errors import LayoutError
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.sharding.unit_gradient_order import pass_first_input
+from paceline.parallel.sharding.unit_gradient_order import keep_gradient_order
 
 
 class Tied(nn.Module):
@@ -148,7 +148,7 @@ def memory_grad(*, hooked: bool, alone: bool) -> Tensor:
     units, memory = [Reads() for _ in range(4)], torch.randn(64, requires_grad=True)
     x = torch.randn(64, requires_grad=True) * 1.0
     for unit in units if hooked else ():
-        with pass_first_input(unit) if alone else nullcontext():
+        with keep_gradient_order(unit) if alone else nullcontext():
             unit.register_forward_pre_hook(through, prepend=True)
     for unit in units:
         x = unit(x, memory)

@@ -61,7 +61,7 @@ def test_a_forward_that_asks_for_numbers_is_planned_one_tensor_at_a_time(tmp_pat
     plain = ranks_tell(tmp_path, "pp", ranks=2)[0]["pp"]
     for found in ranks_tell(tmp_path, "pp", ranks=2, asks=("pp",)):
         assert found["pp"]["most"] <= WHOLE / 2 + MORE
-        assert "planned with real values" in found["pp"]["notes"][1]
+        assert "needed the parameters' values" in found["pp"]["notes"][1]
         assert found["pp"]["digest"] == plain["digest"]
 
 

@@ -204,7 +204,7 @@ REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
         {"bounds": [1, 2]},
         r"between a and b: a value \(mul\) and a value \(slice\) share memory that is overwritten",
     ),
-    (Raw, {}, r"2 stages, but the forward calls only 0 modules that hold parameters \(none\)"),
+    (Raw, {}, r"2 stages, but the forward makes only 0 module calls to divide among them \(none\)"),
     (Locked, {}, "can't be copied"),
 ]
 

@@ -360,13 +360,13 @@ def test_fused_rows_are_refused_in_exact_mode_only() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda named: Joint([p for _, p in named]), "Joint updates a parameter differently when a second one"),
-        (lambda named: Noisy([p for _, p in named]), "Noisy updates a parameter differently when a second one"),
+        (lambda named: Joint([p for _, p in named]), "Joint updates a parameter differently if it also updates"),
+        (lambda named: Noisy([p for _, p in named]), "Noisy updates a parameter differently if it also updates"),
         (
             lambda named: JointClips([p for _, p in named]),
-            "JointClips updates a parameter differently when a second one",
+            "JointClips updates a parameter differently if it also updates",
         ),
-        (lambda named: Places([p for _, p in named]), "Places updates a parameter differently when a second one"),
+        (lambda named: Places([p for _, p in named]), "Places updates a parameter differently if it also updates"),
         (lambda named: Inner([p for _, p in named], shares=False), "Inner does not update the parameters in its param"),
         (lambda named: closed(named), "Closed does not update the parameters in its param"),
         (lambda named: hooked(named, "pre"), r"optimizer= hooked hooked.<locals>.clip into the step of SGD"),

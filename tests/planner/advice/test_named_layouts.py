@@ -77,7 +77,7 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
     assert first[0].startswith("ddp in microbatches of 1 -> fsdp,remat=full") and "remat none -> full" in first[1]
     assert "dp_replicate 8 -> 1" in second[1]
     text = "\n".join(found.lines())
-    assert "GiB too much: " in text and "fastest that fits, NOT REPLAYED (" in text
+    assert "GiB too much: " in text and "recommended, NOT REPLAYED (" in text
 
 
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
@@ -170,7 +170,7 @@ def test_the_page_shows_every_part_against_the_limit() -> None:
         assert not value or f"<title>{part} {format_size(value)}</title>" in html
     assert len(re.findall(r'class="mark" d="M[\d.]+ [\d.]+V', html)) == 1 and "80.0 GiB</text>" in html
     assert html.count("<h2>A step of ") == 2 and "1f1b · 2 ranks" in html and "1f1b · 1 rank ·" in html
-    assert "<h2>Differences</h2>" in html and "<b>threads</b>" in html
+    assert "<h2>Differences from the first layout</h2>" in html and "<b>threads</b>" in html
     shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"[^>]*class="fill\d+"><title>(\w+) ', html)
     left = float(shapes[0][0])
     ends = [float(x) + float(wide) for x, wide, name in shapes if name == "reserve"]

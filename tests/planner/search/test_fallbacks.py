@@ -13,8 +13,8 @@ from paceline.planner.hardware.cluster import cluster_from_json
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.search.branch_and_bound import search, search_exhaustively
-from paceline.planner.search.fallbacks import build_fallback, fallback_layouts
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.fallbacks import build_forecast, fallback_layouts
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.calibration_store import (
     median_forecast_ratios,
     plan_key,
@@ -54,10 +54,10 @@ def test_a_rung_crosses_as_json(forecast: CostModel) -> None:
     best = search(forecast).fastest
     assert best is not None
     for rung in (
-        build_fallback(best),
-        build_fallback(best, replayed=(7, {"parameters": 7, "total": 7}), time_ratio=2.0, source="auto"),
+        build_forecast(best),
+        build_forecast(best, replayed=(7, {"parameters": 7, "total": 7}), time_ratio=2.0, source="auto"),
     ):
-        assert FallbackLayout(**json.loads(json.dumps(rung.as_json()))) == rung
+        assert LayoutForecast(**json.loads(json.dumps(rung.as_json()))) == rung
     assert rung.peak_bytes == 7 and rung.parts == {"parameters": 7} and rung.longer == 2.0
     assert rung.micro_batch_size == best.candidate.micro_batch_size and best.layout in str(rung)
 

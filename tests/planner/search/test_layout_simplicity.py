@@ -107,7 +107,7 @@ def test_where_all_that_is_left_is_tight_nothing_is_recommended() -> None:
     drawn = CostModel(profile=facts, cluster=FORECAST.cluster)
     least = min((drawn.estimate(one) for one in candidates(facts, drawn.cluster, grid)), key=lambda one: one.peak_bytes)
     device = replace(drawn.cluster.device, memory_bytes=least.peak_bytes + 0.5 * least.margin_bytes)
-    with pytest.raises(LayoutError, match="no layout of 8B surely fits") as caught:
+    with pytest.raises(LayoutError, match="no layout of 8B is certain to fit on") as caught:
         advise(CostModel(profile=facts, cluster=replace(drawn.cluster, device=device)), grid=grid)
     assert "tight: " in caught.value.cause and f"or try it: --layout {least.layout} --train." in caught.value.hint
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.events import Event, EventBus, ForecastChecked
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.reporting.sinks.console_lines import format_event
 from paceline.trainer.diagnostics import forecast_check as module
 from paceline.trainer.diagnostics.forecast_check import _NUM_STEPS, MIN_COMPARABLE_BYTES, ForecastCheck
@@ -25,15 +25,15 @@ class Heard:
         pass
 
 
-def rung(**other: Any) -> FallbackLayout:
+def rung(**other: Any) -> LayoutForecast:
     own = {"peak_bytes": 2 * MIN_COMPARABLE_BYTES, "step_seconds": 0.5, "longer": 2.0, "source": "auto", **other}
-    return FallbackLayout(
+    return LayoutForecast(
         layout="ddp", family="ddp", ranks=2, settings={"train.micro_batch_size": "4"}, parts={}, **own
     )
 
 
 def run(
-    forecast: FallbackLayout | None, monkeypatch: Any, *, steps: int, busy: float = 0.0
+    forecast: LayoutForecast | None, monkeypatch: Any, *, steps: int, busy: float = 0.0
 ) -> tuple[list[Any], list[Any]]:
     """Of two ranks, the other of which took 0.3 s a step and 3 times what can be compared."""
     heard, kept = Heard(), []

@@ -108,6 +108,15 @@ def test_a_fault_is_named_by_step_parameter_and_cause(tmp_path: Path) -> None:
     assert (frozen.first_difference["step"], frozen.first_difference["parameter"]) == (4, "2.weight")
 
 
+def test_of_several_ranks_the_earliest_divergence_is_named(tmp_path: Path) -> None:
+    plain(tmp_path / "a")
+    for rank, spoil in ((1, freeze), (2, halve)):
+        plain(tmp_path / str(rank), spoil=spoil)
+        (tmp_path / str(rank) / "rank-0.jsonl").rename(tmp_path / "a" / f"rank-{rank}.jsonl")
+    plain(tmp_path / "b", spoil=halve)
+    assert "rank 2 diverges from rank 0 at step 3" in pl.compare(tmp_path / "b", tmp_path / "a").text
+
+
 def test_other_start_weights_are_no_other_gradient(tmp_path: Path) -> None:
     for name, scale in (("a", 1.0), ("b", 1.5)):
         model = build()

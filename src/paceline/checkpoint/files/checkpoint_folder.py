@@ -1,7 +1,8 @@
 """Checkpoint folders: list, open, check, mark and remove them.
 
-A checkpoint is written to a staging folder, which is renamed to `step-00000100` when it is complete. Its manifest has a
-digest of every file and tensor, and of itself, so that a flipped bit is detected.
+A checkpoint is written to a staging folder, which is renamed to `step-00000100` when it is complete. Its manifest has
+the size of every file and the digest of its header, the digest of every tensor, and a digest of itself. So a flipped
+bit is detected.
 """
 
 import os
@@ -107,10 +108,10 @@ def read_manifest(path: Path) -> ManifestSchema:
 
 
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
-    """Return the newest intact checkpoint, or None, and the checkpoints that can't be used.
+    """Return the newest intact checkpoint, or None, and a list of checkpoints that can't be used.
 
-    These are newer checkpoints that are damaged, and the staging folders of interrupted saves. If there is no intact
-    checkpoint and none of these, it is the missing checkpoint that `latest` names.
+    The list has the newer checkpoints that are damaged, and the staging folders of interrupted saves. If no
+    checkpoint is found, but `latest` names one, the list has this missing checkpoint.
     """
     _restore_replaced(folder)
     refused = [

@@ -32,7 +32,7 @@ def write_model_folder(
     """
     folder = folder.resolve()
     staging, replaced = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.before")
-    _keep_other_files(replaced, folder)  # left by a process that was killed between the two renames
+    _keep_other_files(replaced, folder)  # an earlier process may have been killed between the two renames
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -53,7 +53,10 @@ def write_model_folder(
 
 
 def _keep_other_files(replaced: Path, folder: Path) -> None:
-    """Remove the model files in `replaced`, and move its other files into `folder`."""
+    """Remove the model files in `replaced`, and move its other files into `folder`.
+
+    If `folder` does not exist, `replaced` is renamed to `folder` with all its files.
+    """
     if not replaced.is_dir():
         return
     if not folder.exists():

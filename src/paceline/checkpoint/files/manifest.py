@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: it lists every file and tensor with a digest, and has a digest of itself.
+"""The manifest of a checkpoint: it lists every file and tensor.
+
+It has a digest of every tensor, of every file's header, and of itself.
 
 Format 1 has one file of each kind, such as `model.safetensors`. In format 2 every rank writes a file with its shards,
 such as `model.rank-0003.safetensors`, and the manifest has an entry for each shard, with its offset and the full shape.

@@ -44,12 +44,12 @@ class ProgressSchema(msgspec.Struct, kw_only=True):
     """The training loop's progress besides the cursor: the trainer's `Progress`, under keys that are fixed on disk."""
 
     tokens: float = 0.0
-    best: float | None = None
-    best_of: str = ""
-    waited: Count = 0
-    rule_best: float | None = None
-    rule_of: str = ""
-    unjudged: bool = False
+    best: float | None = None  # the best value of the metric for `Job(best=)`
+    best_of: str = ""  # the metric and the mode of `best`, such as `loss:min`
+    waited: Count = 0  # the number of evaluations since `rule_best`
+    rule_best: float | None = None  # the best value of the metric for early stopping
+    rule_of: str = ""  # the metric and the mode of `rule_best`
+    unjudged: bool = False  # True if an evaluation was due whose outcome is not recorded yet
 
 
 class StateSchema(msgspec.Struct, kw_only=True):

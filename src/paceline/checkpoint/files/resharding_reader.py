@@ -1,6 +1,7 @@
-"""Resharding reads: tensors are stored as shards in several files, and a rank reads only the boxes that it needs.
+"""Resharding reads: tensors are stored as shards in several files, and a rank reads the shards that it needs.
 
-A box is a rectangular part of a tensor: an offset and a size in each dimension.
+A rank copies the boxes that it needs from these shards. A box is a rectangular part of a tensor: an offset and a size
+in each dimension.
 """
 
 import math

@@ -9,8 +9,8 @@ from paceline.filesystem.atomic_files import sync_folder, write_text
 def move_superseded(folder: Path, *, start: Path) -> Path | None:
     """Move the checkpoints after `start` into a separate folder; return the folder, or None if nothing was moved.
 
-    The newest is moved first, so that a kill leaves a valid run. If `best` names a moved checkpoint, it is moved too:
-    the best of the remaining checkpoints is not known.
+    The newest checkpoint is moved first, so that a kill leaves a valid run. If the file `best` names a moved
+    checkpoint, this file is moved too, because the best of the remaining checkpoints is not known.
     """
     later = [path for path in list_checkpoints(folder) if parse_step(path) > parse_step(start)]
     if not later:

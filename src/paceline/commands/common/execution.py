@@ -355,6 +355,7 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         return outcome
     failure, scope = report_failure(outcome.error)
     text = failure_sentence(failure, scope)
+    # `said` has the fields of a `PacelineError`, whose text needs no traceback. It is empty for other exceptions.
     if scope.prints_all and not failure.said and not is_echo(failure):
         hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text

@@ -80,10 +80,11 @@ def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] |
     """Return the likely cause and the command to type if the option is another tool's, or belongs to another option."""
     name = flag.removeprefix("--")
     if verb == "compare" and name in ("update", "updates", "compress"):
-        cause = "--layouts compares with --update sync; compare update rules and compression as trained runs"
-        return cause, "paceline train JOB for each, then paceline compare RUN RUN"
-    if (hint := find_equivalent(flag, value)) is not None:
-        return hint
+        cause = "`compare --layouts` always trains with --update sync and --compress none"
+        hint = "paceline train JOB once with each update rule or compression, then paceline compare RUN RUN"
+        return cause, hint
+    if (equivalent := find_equivalent(flag, value)) is not None:
+        return equivalent
     option_text = f"{name}={value}" if value else name
     rule, method = find_rule(name), find_method(name)
     if rule is not None:

@@ -1,9 +1,10 @@
-"""The command that resumes a run: the same arguments without the injected faults."""
+"""The command that resumes a run: its job, run folder, ranks, device, layout, update rule, compression and settings."""
 
 import shlex
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
+from paceline.commands.common.devices import choose_device
 from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
@@ -14,8 +15,8 @@ from paceline.run_folder.run_folder import RunFolder
 def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
-    A secret is masked with dots. Under another launcher, the text begins with the launcher's command, or with an
-    instruction for each node.
+    The device is named only if `--device auto` would choose another one. A secret is masked with dots. Under another
+    launcher, the text begins with the launcher's command, or with an instruction for each node.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
@@ -24,6 +25,8 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
         command = ["-m", *command]
+    if task.device != choose_device("auto", []):
+        command += ["--device", task.device]
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
         command += ["--layout", task.layout]
     if task.update != "sync":

@@ -3,9 +3,10 @@
 A *version* is the number of updates applied so far. A gradient that was computed on version v and is applied after u
 updates has the staleness u - v. The bound holds for every gradient, so it is checked before a share is leased, and not
 only when its gradient arrives: with n gradients in flight, the one that is applied last has a staleness of at least
-n - 1. A share that is computed on version v has a deadline, the update number v + bound. A share is leased, or an
-update applied, only if all other shares in flight can still be applied by their deadlines, one after another (the
-feasibility test for scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
+n - 1. A share that is computed on version v has a deadline, the update number v + bound. A share is leased only if this
+share and all shares in flight can be applied by their deadlines, one after another. An update is applied only if all
+other shares in flight can be applied by their deadlines afterwards. This is the feasibility test for scheduling jobs of
+length one with deadlines (Jackson's rule, earliest deadline first).
 """
 
 import math
@@ -89,7 +90,7 @@ class Leases:
         self._pushed.append(lease)
 
     def release_worker(self, worker: int) -> list[BatchShare]:
-        """Free the shares that a lost worker had not pushed, before all later shares, and return them."""
+        """Free the shares that a lost worker had not pushed, and return them. Free shares stay sorted, oldest first."""
         lost = [lease for lease in self._in_flight if lease.worker == worker and not lease.is_pushed]
         self._in_flight = [lease for lease in self._in_flight if lease not in lost]
         freed = sorted((lease.share for lease in lost), key=lambda share: (share.step, share.number))

@@ -13,11 +13,12 @@ MAX_SHARDS = 16
 
 
 def choose_shards(*, requested: int | None, num_real: int | None, global_batch_size: int) -> int:
-    """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
+    """Return the number of virtual shards of a stream.
 
-    The result decides the order of samples, so it does not depend on the number of ranks. `num_real` is the number of
-    shards of the data, or None if the data can be cut into any number. If `requested` is larger than `num_real`, the
-    result is 1, and the stream is not split.
+    `num_real` is the number of shards of the data, or None if the data can be cut into any number. If `requested` is
+    None, the result is the smallest of `num_real`, 16 and the global batch size. Otherwise, the result is `requested`.
+    But if `requested` is larger than `num_real`, the result is 1, and the stream is not split. The result decides the
+    order of samples, so it does not depend on the number of ranks.
 
     Raises:
         UsageError: `requested` is less than 1, or larger than the global batch.

@@ -45,7 +45,10 @@ class StreamSettings:
         return self.gather_json is not None and self.sharding.shards > 1 and self.partition.replicas > 1
 
     def needed_shards(self, shard_counts: Sequence[int], replica: int) -> frozenset[int]:
-        """Return the shards that a replica's microbatches take samples from."""
+        """Return the shards that a replica reads for a batch.
+
+        These are the shards of its microbatches. If the shards are not divided, they are all shards with samples.
+        """
         if not self.divides_shards:
             return frozenset(shard for shard in range(len(shard_counts)) if shard_counts[shard])
         return _shards_by_replica(self.partition, tuple(shard_counts))[replica]

@@ -19,7 +19,10 @@ from paceline.data.types import ReplicaMicrobatch
 def read_stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
 ) -> Iterator[ReplicaMicrobatch]:
-    """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard, by number."""
+    """Yield this replica's microbatches.
+
+    `totals` receives the sample count and checksum of each shard that this replica reads, by the number of the shard.
+    """
     sharding = decide_sharding(source, requested=None, global_batch_size=MAX_SHARDS)
     local_shards = [
         shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)

@@ -61,7 +61,7 @@ def decide_sharding(source: Source, *, requested: int | None, global_batch_size:
 
 
 def num_real_shards(data: Any) -> int | None:
-    """Return the number of shards that the data reports; None if it reports no number, and has any number of shards."""
+    """Return the number of shards that the data reports. None means that it can be split into any number of shards."""
     for name in ("num_shards", "n_shards"):
         value = getattr(data, name, None)
         if isinstance(value, int):

@@ -26,7 +26,7 @@ from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.agent.supervisor import INHERITED_HANDLES
-from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_owner
+from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_rank_variables_as_own
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 
@@ -112,7 +112,7 @@ def preload_worker(entry: str = "") -> Callable[..., NoReturn]:
         # imports torch
         worker_main: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")
         # imports torch._dynamo, which the first optimizer needs
-        resolve("paceline.torch_internals.private_api:guard_hooks")()
+        resolve("paceline.torch_internals.private_api:recompile_on_hook_changes")()
         if entry.startswith("paceline."):
             with suppress(Exception, SystemExit):  # if a user's file shadows a module, the rank reports it
                 resolve(entry)
@@ -163,7 +163,7 @@ def _set_up_rank(
         GLOO_SOCKET_IFNAME="lo",
         **{LISTEN_FD: str(listen_fd) if rank == 0 and listen_fd is not None else "", ATTEMPT_FOLDER: str(folder)},
     )
-    mark_owner(os.environ)
+    mark_rank_variables_as_own(os.environ)
     threads = int(request["threads"])
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)

@@ -21,9 +21,12 @@ def configure_malloc(environ: Mapping[str, str]) -> bool:
     the heap to the system in some processes, whose steps are then a tenth slower. Allocations larger than 32 MiB still
     go back to the system, because they would leave large holes in the heap.
 
-    Return False, and change nothing, in four cases: the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`);
-    the address space is limited (`ulimit`), of which each thread would now take 64 MiB, used or not; the C library is
-    not glibc; there is a GPU, whose memory malloc does not manage.
+    Return False, and change nothing, in four cases:
+
+    - The environment sets other options of malloc (`MALLOC_*`, `GLIBC_TUNABLES`).
+    - The address space is limited (`ulimit`). With these settings, each thread would take 64 MiB of it, used or not.
+    - The C library is not glibc.
+    - There is a GPU, whose memory malloc does not manage.
     """
     is_configured = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)

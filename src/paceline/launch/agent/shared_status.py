@@ -2,6 +2,7 @@
 
 Each rank writes its heartbeats to the memory-mapped file `pulse-RANK`. A write takes about a microsecond and never
 blocks. Each rank also has a slot in one buffer in memory, so that it can report its failure even if the disk is full.
+Behind the slots, the ranks write their stacks when the supervisor asks for them (`stack_dumps`).
 """
 
 import mmap
@@ -96,12 +97,12 @@ def read_failure_text(status_fd: int, *, rank: int) -> str:
 
 
 def write_end(status_fd: int, *, rank: int, code: int) -> None:
-    """Record that this rank's entry returned with this exit code. Other exits are not recorded."""
+    """Record that this rank's entry function or script completed with this exit code. Other exits are not recorded."""
     os.pwrite(status_fd, f"ended {code}".encode().ljust(_END_BYTES, b"\0"), rank * _SLOT_BYTES + _TEXT_BYTES)
 
 
 def read_end(status_fd: int, *, rank: int) -> int | None:
-    """Return the exit code with which a rank's entry returned, or None if it did not return."""
+    """Return the exit code with which a rank's entry function or script completed; None if it did not complete."""
     record = os.pread(status_fd, _END_BYTES, rank * _SLOT_BYTES + _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
     code = record.removeprefix("ended ")
     return int(code) if record.startswith("ended ") and code.isdecimal() else None

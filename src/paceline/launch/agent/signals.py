@@ -73,7 +73,9 @@ class StopFlag:
         listens_in_forks: bool = False,
         poll_stop_request: Callable[[], bool] | None = None,
     ) -> None:
-        """Install the handlers; do nothing outside the main thread, where Python runs no signal handlers.
+        """Install the handlers, and store `poll_stop_request`.
+
+        Outside the main thread, no handlers are installed, because Python runs them only in the main thread.
 
         A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes keep
         the handlers if `listens_in_forks`, else they remove them.

@@ -29,7 +29,7 @@ from paceline.launch.failures.failure_record import (
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_stack_area
+from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_to_stack_dumps
 from paceline.launch.failures.stuck_rank import (
     SilentRank,
     divergence_failure,
@@ -44,7 +44,7 @@ _RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
 _TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
-_STOP_MESSAGE_SECONDS = (5.0, 30.0)  # until the first message; between later messages
+_STOP_MESSAGE_SECONDS = (5.0, 30.0)  # from the first message to the second; between later messages
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
@@ -93,7 +93,7 @@ class Supervisor:
         self._next_message_time = 0.0
         self._forkserver_pid = 0
         self._status_fd = make_status_buffer()
-        seek_stack_area(self._status_fd)
+        seek_to_stack_dumps(self._status_fd)
         self._watcher = (
             SilenceWatcher(folder, status_fd=self._status_fd, seconds=silence_timeout) if saves_checkpoints else None
         )

@@ -304,10 +304,11 @@ def _exception_text(error: BaseException) -> str:
 
 
 def _full_folder(error: OSError) -> tuple[Path, str]:
-    """Return the folder that has no more space, and its name as printed.
+    """Return the folder that has no more space, and the path to print.
 
-    An error on writing to an open file has no filename. In that case, return the first full folder among
-    the attempt folder, the temporary folder and /dev/shm.
+    If the error has a filename, the path to print is that of this file, and the folder is the one that contains it. An
+    error on writing to an open file has no filename. In that case, return the first full folder among the attempt
+    folder, the temporary folder and /dev/shm. The path to print is empty if the folder is unknown.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))

@@ -174,10 +174,11 @@ def _memory_limits() -> Iterator[MemoryLimit]:
 def oom_kill_count(
     *, cgroup_root: Path = _CGROUP_ROOT, machine: Path = Path("/proc/vmstat"), process_cgroups: Path = _PROCESS_CGROUPS
 ) -> int | None:
-    """Return how many processes the kernel has killed so far because memory ran out, or None if unknown.
+    """Return a count that grows when the kernel kills a process because memory runs out; None if unknown.
 
-    The count is of this process's control group and its parent groups, because each of them may set the limit. If no
-    group reports a count, that of the whole machine is returned.
+    It is the sum of the counts of this process's control group and its parent groups, because each of them may set the
+    limit. With cgroup v2, the count of a parent includes those of its children, so one kill may add more than 1 to the
+    sum. If no group reports a count, that of the whole machine is returned.
     """
     for name in ("memory.events", "memory.oom_control"):
         counts = [
@@ -216,8 +217,8 @@ def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _P
 def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None if the text shows another reason, or if /dev/shm has enough
-    free space.
+    The argument is the text of an error. Return None if the text shows another reason. If it is about shared memory but
+    does not say that no space was left, also return None if /dev/shm has enough free space now.
     """
     lowered = text.lower()
     if files := explain_open_files(text):

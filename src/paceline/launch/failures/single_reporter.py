@@ -17,7 +17,7 @@ from paceline.filesystem.run_lock import process_start_time
 from paceline.launch.environments import detect_world
 from paceline.launch.rendezvous import user_folder
 
-_LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
+_LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world at a time
 _CAUSE, _ECHO = "cause", "echo"  # a failure of a rank itself; a failure that follows from another rank
 _MAX_CHARACTERS = 400
 

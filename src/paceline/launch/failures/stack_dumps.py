@@ -54,7 +54,11 @@ class Stack:
 
     @property
     def is_waiting_for_ranks(self) -> bool:
-        """Return whether the process is inside a collective or another exchange with other ranks."""
+        """Return whether the process probably waits for other ranks.
+
+        This is assumed inside a collective or another exchange with other ranks. It is also assumed if the innermost
+        frame is in Paceline, except for the code that reads data.
+        """
         is_exchanging = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
         innermost_file = self.frames[0].file if self.frames else ""
         return is_exchanging or (
@@ -70,17 +74,20 @@ class Stack:
 
 
 def install_stack_handler(status_fd: int) -> None:
-    """Register a signal handler that writes the stacks of this process into the status buffer, after all slots.
+    """Register a signal handler that writes the stacks of this process into the status buffer, behind all slots.
 
-    Processes that this one forks inherit the handler.
+    Processes that this process forks inherit the handler.
     """
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)
 
 
-def seek_stack_area(status_fd: int) -> None:
-    """Move the buffer's file offset, which all ranks share, past all slots, so that stacks are written there."""
+def seek_to_stack_dumps(status_fd: int) -> None:
+    """Move the file offset of the status buffer past the slots of all ranks, where the stack dumps are to be written.
+
+    All ranks share this offset, and faulthandler writes at it.
+    """
     os.lseek(status_fd, _STACKS_OFFSET, os.SEEK_SET)
 
 

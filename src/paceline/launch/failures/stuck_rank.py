@@ -60,9 +60,9 @@ class SilentRank:
 def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
     """Return the stopped ranks, or else the ranks that have finished the fewest steps.
 
-    `status_fd` is the descriptor of the file in which ranks write their stacks. With it, each of these ranks is asked
-    for its stack. Ranks that only wait for others are excluded if
-    any other rank remains.
+    `status_fd` is the descriptor of the buffer into which ranks write their stacks. With it, up to 16 of these ranks
+    are asked for their stacks; a stopped rank could not answer and is not asked. Ranks whose stack shows that they only
+    wait for others are excluded, unless no rank would remain.
     """
     candidates = [_observe_rank(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent_rank for silent_rank in candidates if silent_rank.is_stopped]

@@ -1,7 +1,8 @@
-"""Reports of uncaught exceptions in `pl.Run`, `pl.place` and the verbs as functions.
+"""Reports of uncaught exceptions in `pl.Run`, in `pl.place` and in functions such as `pl.train`.
 
-One rank prints the full report, with lines of the user's code, and the others print at most one line; torchrun's error
-file gets the same text. Paceline's own launcher does not need this: its supervisor reads each rank's failure record.
+One rank prints the full report, with lines of the user's code. The other ranks print at most one line. Each rank also
+writes its text to torchrun's error file. Ranks of Paceline's own launcher do not need this, because its supervisor
+reads the failure record of each rank.
 """
 
 import io
@@ -32,10 +33,12 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class UncaughtHook:
-    """An excepthook that reports an exception and passes it to the previously installed hook.
+    """An excepthook that reports an exception, and calls the previously installed hook where its output is useful.
 
-    On ranks that have nothing to report, the previous hook's output is suppressed. A user's own hook gets the whole
-    traceback, with Paceline's frames.
+    On the rank that prints the full report, the previous hook prints the traceback, unless it is Python's own hook and
+    the exception is a `PacelineError`, whose message is printed instead. On other ranks, and if the exception only
+    follows from the failure of another rank, Python's own hook is not called. Any other hook is called with its output
+    to stderr suppressed. A user's own hook gets the whole traceback, with Paceline's frames.
     """
 
     def __init__(self, previous_hook: Hook) -> None:
@@ -43,7 +46,10 @@ class UncaughtHook:
         self.is_active = True
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report the exception, and call the previous hook."""
+        """Report the exception, and call the previous hook as the class describes.
+
+        An exception that this hook does not report is passed to the previous hook.
+        """
         if not (self.is_active or _has_left_block(error)) or not isinstance(error, Exception):
             self._previous_hook(kind, error, trace)
             return
@@ -124,7 +130,7 @@ def report_failure(error: BaseException) -> tuple[Failure, ReportScope]:
 
 
 def report_exit(error: SystemExit) -> None:
-    """Print that the script left a run of several ranks by `sys.exit`, so that the other ranks lose this one."""
+    """Print that the script called `sys.exit` in a run of several ranks. The other ranks then lose this rank."""
     exit_error = job_exit_error(error)
     message = f"rank {current_rank()} left the run: {exit_error.what}"
     if attempt_folder(os.environ) is None and claim_report(exit_error.what, environ=os.environ).prints_all:

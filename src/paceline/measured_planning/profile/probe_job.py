@@ -36,7 +36,7 @@ def prepare_for_profiling(prepared_job: PreparedJob) -> tuple[PreparedJob, tuple
     notes = [note] if note else []
     if prepared_job.settings.train.micro_batch_size is None and not isinstance(prepared.job.model, PretrainedModel):
         with FakeExecutionMode() as fake_mode:
-            fake_mode.comparisons_hold = False
+            fake_mode.comparisons_are_true = False
             notes += [_BATCHNORM_NOTE] if norms_with_statistics(prepared.job.model()) else []
     return prepared, tuple(notes)
 

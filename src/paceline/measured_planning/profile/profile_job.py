@@ -192,11 +192,11 @@ def _run_forward(
     with nullcontext() if is_single else fake_process_group(ranks), preserve_rng(), simulated_ranks.run_lock:
         fake_mode = FakeExecutionMode(fake_storages=simulated_ranks.fake_storages, on_operation=observe)
         with fake_mode:
-            fake_mode.comparisons_hold = False
+            fake_mode.comparisons_are_true = False
             setup = build_training_setup(
                 job=job, settings=settings, plan=plan, world=simulated_ranks.world(0, backend=plan.backend)
             )
-            fake_mode.comparisons_hold = True
+            fake_mode.comparisons_are_true = True
             step_input = read_samples(job, settings, samples=samples)
             batch = step_input.micro[0].data
             batch = batch if length is None else shorten_batch(batch, sequence_length(job, settings), length)
@@ -262,7 +262,7 @@ def _lookup_parameters(model: nn.Module, by_part: Mapping[str, Sequence[nn.Param
 def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
     """Return the elements of the experts by block, and the number of experts of one layer as `count`."""
     with FakeExecutionMode() as fake_mode, preserve_rng():
-        fake_mode.comparisons_hold = False
+        fake_mode.comparisons_are_true = False
         model = job.model()
     try:
         experts = find_experts(model)

@@ -140,11 +140,11 @@ def _trace_activations(
     with nullcontext() if ranks == 1 else fake_process_group(ranks), preserve_rng(), simulated_ranks.run_lock:
         fake_mode = FakeExecutionMode(fake_storages=simulated_ranks.fake_storages, on_operation=observe)
         with fake_mode:
-            fake_mode.comparisons_hold = False
+            fake_mode.comparisons_are_true = False
             setup = build_training_setup(
                 job=job, settings=settings, plan=plan, world=simulated_ranks.world(0, backend=plan.backend)
             )
-            fake_mode.comparisons_hold = True
+            fake_mode.comparisons_are_true = True
             blocks, batches = named_blocks(setup.model), [_batch(job, settings, *size) for size in sizes]
             setup.model.train()
             replica = setup.step.replica

@@ -24,7 +24,7 @@ def build_once(job: Job, *, seed: int) -> Job:
     if isinstance(job.model, PretrainedModel):
         return job
     with FakeExecutionMode() as fake_mode, preserve_rng():
-        fake_mode.comparisons_hold = False
+        fake_mode.comparisons_are_true = False
         model = build_model(job, seed=seed)
     return _with_copied_model(job, model)
 
@@ -73,7 +73,7 @@ def truncate_depth(job: Job) -> tuple[Job, list[int]]:
     if isinstance(job.model, PretrainedModel):
         return job, []
     with FakeExecutionMode() as fake_mode, preserve_rng():
-        fake_mode.comparisons_hold = False
+        fake_mode.comparisons_are_true = False
         model = job.model()
         depths = truncate_block_lists(model, KEPT_BLOCKS)
     return (_with_copied_model(job, model), depths) if depths else (job, [])
@@ -102,7 +102,7 @@ def largest_tensor_per_block(job: Job, count: int) -> int:
 def _truncated_model(job: Job, count: int) -> tuple[nn.Module, list[int]]:
     """Return a new model of the job after `truncate_block_lists`, and the result of that function."""
     with FakeExecutionMode() as fake_mode, preserve_rng():
-        fake_mode.comparisons_hold = False
+        fake_mode.comparisons_are_true = False
         model = job.model()
         return model, truncate_block_lists(model, count)
 

@@ -47,15 +47,15 @@ class BufferPolicy:
         self._changed_without_version: list[str] = []
         self.notes: list[str] = []
         self._has_reported = False
-        self.begin()
+        self.accept_current_values()
 
     @property
     def has_watched_buffers(self) -> bool:
         """Return whether the model has buffers to watch."""
         return bool(self._watched)
 
-    def begin(self) -> None:
-        """Save the buffers' values at the start of a step, so that earlier writes are not attributed to a forward."""
+    def accept_current_values(self) -> None:
+        """Save the current values, so that writes before this call are not attributed to a forward."""
         self._versions = self._current_versions()
         self._initial_values = [tensor.detach().clone() for _, tensor in self._watched]
 

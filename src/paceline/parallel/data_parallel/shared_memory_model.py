@@ -19,11 +19,11 @@ _ALIGNMENT = 64
 class SharedModel:
     """The trainable parameters and buffers that all ranks share, in one shared memory file.
 
-    The file also contains two arrays of counters. `worker_counts` has one counter per worker, to which only this worker
-    writes. `parameter_counts` has one counter per parameter, to which every update adds 1 without a lock, in the same
-    way as it adds to the parameter. Missing counts at the end show how often two writers collided. They are an estimate
-    of the lost updates of weights, which are not counted directly. The file is unlinked as soon as all ranks have
-    opened it.
+    The file also contains two arrays of counters. `worker_counts` has one counter per worker; each worker writes only
+    to its own. `parameter_counts` has one counter per parameter, to which every update adds 1 without a lock, in the
+    same way as it adds to the parameter. Missing counts at the end show how often two writers collided. They are an
+    estimate of the lost updates of weights, which are not counted directly. If the memory has a file name, this name is
+    removed as soon as all ranks have opened the file.
     """
 
     def __init__(self, model: nn.Module, *, world: World) -> None:
@@ -83,7 +83,9 @@ def _open_shared_memory(size: int, *, world: World) -> Tensor:
 def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
     """Create memory on rank 0; return its file descriptor there, and its path on all ranks.
 
-    Without `has_name`, the memory has no file name and is freed even if a rank is killed.
+    The memory comes from `os.memfd_create`: it has no file name, and is freed even if the ranks are killed. With
+    `has_name`, or on systems without this function, the memory is a file. If the ranks are killed before rank 0 unlinks
+    this file, the file remains.
     """
     descriptor, path, problem = -1, "", ""
     if world.is_main:

@@ -11,18 +11,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.process_group import World
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.errors import JobError, LayoutError
-from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
+from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
+from paceline.parallel.data_parallel.reducer import Reducer
+from paceline.parallel.gradients.partition import do_nothing
+from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, param_tensors
 from paceline.parallel.module_access.tensor_access import copy_into
+from paceline.parallel.placement import ParallelizedModel
 from paceline.torch_internals.private_api import add_all, divide_all
 
 
 class ThreadReplicas:
     """The replicas of one process.
 
-    Their weights, buffers, training modes and exact-mode grids are synchronized with those of the first replica.
+    Their weights, `requires_grad`, training modes, buffers and exact-mode grids are copied from the first replica.
 
     Raises:
         JobError: `model=` did not build a new model each time.
@@ -42,8 +48,14 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update all replicas from the first before a step, in case its weights were loaded, averaged or frozen."""
+        """Copy the first replica's weights, `requires_grad`, training modes, buffers and grid to the others.
+
+        It is called before each step, because something else may have changed them: a checkpoint was loaded, weights
+        were averaged, or the job has frozen a layer.
+        """
         for source, target in self._weights:
+            if target.requires_grad != source.requires_grad:
+                target.requires_grad_(source.requires_grad)
             if source.device != target.device:
                 target.data.copy_(source.data, non_blocking=target.is_cuda)
             elif source.data_ptr() != target.data_ptr():
@@ -133,6 +145,34 @@ class ThreadReducer:
         totals.update({i: g for i, g in local_gradients.items() if i not in totals})
 
 
+def parallelize_thread_replica(
+    model: nn.Module,
+    *,
+    members: Sequence[NamedParameter],
+    targets: Sequence[NamedParameter],
+    world: ThreadWorld,
+    exact: bool,
+) -> ParallelizedModel:
+    """Return the model of a thread replica with the trainable parameters `members`.
+
+    Without `exact`, the gradients of all replicas are summed into `targets`, the first replica's parameters. With
+    `exact`, `targets` is not used: each replica gets the sums in the gradients of its own `members`.
+    """
+    reducer: Reducer = ThreadReducer(named_parameters=members, target_parameters=targets, world=world)
+    grid = None
+    if exact:
+        tied_uses = TiedUses(model)
+        grid = FixedPointGrid(names=[member.name for member in members], tied_uses=tied_uses)
+        reducer = ExactReducer(named_parameters=members, world=world, grid=grid)
+        tied_uses.register_hooks()
+    local_world = World(device=world.device)
+    weights = ShardedTensors(world=local_world, tensors=param_tensors(members))
+    return ParallelizedModel(
+        named_parameters=members, weights=weights, optim_shards=weights, reducer=reducer,
+        sync_after_update=do_nothing, sync_after_load=do_nothing, grid=grid,
+    )  # fmt: skip
+
+
 def thread_layout_errors(*, buffers: str, compiled: bool) -> list[LayoutError]:
     """Return errors for settings that thread replicas don't support."""
     errors = []
@@ -155,7 +195,13 @@ def _move_divisor(divisor: float | Tensor, target_parameters: Sequence[nn.Parame
 
 
 def _check_separate(first: nn.Module, other: nn.Module) -> None:
-    """Raise JobError if two replicas share a module or tensor, or differ; copy `requires_grad` from the first."""
+    """Refuse replicas that differ or share state.
+
+    Replicas may share a module without submodules, such as an activation function, if it has no tensors.
+
+    Raises:
+        JobError: the replicas differ, or share a tensor or a module with submodules.
+    """
     other_ids = {id(part) for part in (*other.modules(), *other.parameters(), *other.buffers())}
     parts: list[tuple[str, object]] = [(name, part) for name, part in first.named_modules() if any(part.children())]
     parts = [*parts, *first.named_parameters(), *first.named_buffers()]
@@ -172,9 +218,6 @@ def _check_separate(first: nn.Module, other: nn.Module) -> None:
             cause="it counts its calls, or depends on state that the first build changed",
             hint="build only from the arguments of make_job, or --layout ddp",
         )
-    for first_parameter, other_parameter in zip(first.parameters(), other.parameters(), strict=True):
-        if first_parameter.requires_grad != other_parameter.requires_grad:
-            other_parameter.requires_grad_(first_parameter.requires_grad)
 
 
 def _model_structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Size]]]:

@@ -45,10 +45,10 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
     """Return the modules of a model that hold experts.
 
     They are the modules with a routed forward (see `has_routed_forward`). With a `pattern`, such as "*.mlp.experts",
-    they are the modules whose names match it; these must have a routed forward too.
+    they are the modules whose names match the pattern; these must have a routed forward too.
 
     Raises:
-        LayoutError: no module is found, or a module with experts cannot be sharded; the message gives name and reason.
+        LayoutError: no module is found, or a module with experts cannot be sharded; the message names this module.
     """
     experts_modules: list[ExpertsModule] = []
     for name, module in model.named_modules():
@@ -96,7 +96,7 @@ def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
 
 
 def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield each `nn.ModuleList` with more than one module whose name contains "expert"."""
+    """Yield the full name and the list of each `nn.ModuleList` with several modules and "expert" in its own name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and "expert" in name.rsplit(".", 1)[-1].lower():
             yield name, module
@@ -121,9 +121,9 @@ def _no_experts_found_error(model: nn.Module, pattern: str | None) -> LayoutErro
     if lists and pattern is None:
         return _unsupported_interface_error(lists[0], model.get_submodule(lists[0]))
     return LayoutError(
-        f"{type(model).__name__} has no module {pattern}."
+        f"{type(model).__name__} has no module {pattern!r}."
         if pattern
         else f"{type(model).__name__} has no experts to split.",
-        cause="no module's forward is (tokens, expert_index, expert_weight)",
+        cause="only a module whose forward is (tokens, expert_index, expert_weight) can be split",
         hint="leave ep out, or --layout dp_replicate=2",
     )

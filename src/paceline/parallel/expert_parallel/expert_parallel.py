@@ -39,7 +39,10 @@ class ShardedExperts:
     _undos: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
-        """Restore the original forward of the experts modules. Their parameters remain sharded."""
+        """Remove the forwards that `split_experts` has set, so that the classes' own forwards apply again.
+
+        The parameters of the experts modules remain sharded.
+        """
         for undo in self._undos:
             undo()
         self._undos.clear()
@@ -116,7 +119,7 @@ class RemoteExpert(nn.Module):
 
 
 def _wrap_forward(experts_module: ExpertsModule, ranges: ExpertRanges, world: World) -> Callable[[], None]:
-    """Replace the module's forward by one that exchanges tokens; return a function that restores the original.
+    """Set a forward that exchanges tokens on the module; return a function that removes it from the module.
 
     The new forward is a bound method, so that a copy of the module uses the copy's experts.
     """

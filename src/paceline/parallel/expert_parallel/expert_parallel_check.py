@@ -1,8 +1,9 @@
 """A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
 Threads simulate the ranks, in float64, as in `context_parallel_check`. The experts run in training mode, all other
-modules in evaluation mode. The check rejects an experts module if its forward draws random numbers, takes the number of
-experts from something other than its parameters, drops tokens beyond a capacity, or combines several tokens.
+modules in evaluation mode. The check rejects an experts module if its forward draws random numbers, drops tokens beyond
+a capacity, or combines several tokens. It also rejects a forward that takes the number of experts from a value that
+`split_experts` does not change. `split_experts` changes the parameters, and int attributes such as `num_experts`.
 """
 
 import inspect
@@ -184,8 +185,8 @@ def _is_gradient_equal(name: str, expected: Tensor | None, rank_results: Sequenc
 def _different_results_error(what: str, modules: str) -> LayoutError:
     return LayoutError(
         f"with the experts of {modules} spread over ranks, the model's {what} differ.",
-        cause="their forward combines several tokens (a capacity, a statistic), or counts its experts "
-        "by something other than its parameters",
+        cause="their forward combines several tokens (a capacity, a statistic), or takes the number of experts from "
+        "something other than its parameters or an int attribute such as num_experts",
         hint="out[token] = sum over choices of weight * expert(token), and nothing else, in that "
         "forward; or leave ep out",
     )

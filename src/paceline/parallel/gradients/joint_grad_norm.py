@@ -1,9 +1,10 @@
 """Compute the norm of a gradient that is sharded over several ranks.
 
-Each element of the full gradient is counted by one rank. By default, the norms of short rows are computed in float32,
-and their squares are summed in float64. This is as accurate as computing all of it in float64, and many times faster. A
-single float32 sum over millions of elements would have an error in the fourth digit. Exact mode sums integers, so the
-bits are equal for any sharding.
+Each element of the full gradient is counted by one rank. By default, the squares are summed in float64. For a float32
+tensor on the CPU, that would be slow. There the flattened tensor is divided into rows of 4096 elements. The norm of
+each row is computed in float32, and the squares of these norms are summed in float64. The error of this method is
+smaller than the rounding of a float32. A single float32 sum over millions of elements would have an error in the fourth
+digit. Exact mode sums integers, so the bits are equal for any sharding.
 """
 
 import math
@@ -16,7 +17,7 @@ from paceline.comm.process_group import World
 
 LIMB_BITS = 28
 _CHUNK = 1 << 16
-_ROW = 4096
+_ROW = 4096  # elements
 _TINY = 1e-30  # in a smaller sum of squares, float32 squares may have underflowed
 
 
@@ -53,7 +54,7 @@ def _joint_sum_of_squares(tensors: Sequence[Tensor], worlds: Sequence[World], de
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares in float64."""
+    """Return the sum of squares in float64; a float32 tensor on the CPU is summed by rows."""
     if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         square: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
         return square

@@ -172,8 +172,8 @@ def add_expert_parameters(
 ) -> Partition:
     """Add this rank's expert parameters to a partition; they are not sharded.
 
-    The experts get the tokens of all ranks, so their gradients are summed only over `expert_replicas`, the ranks that
-    hold the same experts.
+    A rank's experts get the tokens of all ranks of its `ep` group, so their gradients already include these tokens. The
+    gradients are summed only over `expert_replicas`, the ranks that hold the same experts.
     """
     expert_parameters = [member for member in current_parameters if member.name in expert_specs]
     expert_reducer = build_reducer(expert_parameters, expert_replicas, None)

@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 class DeferredModel:
     """A model with real buffers and with parameters on the meta device, and the source of the parameter values.
 
-    Create it before the model is sharded. `notes` says which runs needed real values, and why.
+    Create it before the model is sharded. `notes` are for the user. They include the reasons why a run on the meta
+    device was repeated with real values.
     """
 
     deferred_init: DeferredInit
@@ -54,7 +55,10 @@ class DeferredModel:
             prefix = f"{type(error).__name__}: " if isinstance(error, Exception) else "the forward asks for "
             reason = f"{prefix}{reason} (at {line})" if line else f"{prefix}{reason}"
         result = self.run_with_values(function)
-        self.notes.append(f"start: planned with real values, each parameter created and freed in turn: {reason}")
+        self.notes.append(
+            "start: a forward before the first step needed the parameters' values, so each parameter was created when "
+            f"needed and then freed: {reason}"
+        )
         return result
 
     def run_with_values(self, function: Callable[[], Result]) -> Result:

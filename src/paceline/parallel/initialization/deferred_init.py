@@ -35,12 +35,14 @@ from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
 SpecsForModel = Callable[[nn.Module], ShardSpecs]
+_NOT_CONSTANT = "depends on random numbers or on parameters"
 
 
 class InitialValues(Protocol):
     """A source of initial values.
 
-    `is_local`: a rank may call `values` without other ranks, and several times, each time for some of the tensors.
+    If `is_local` is True, a rank may call `values` alone and several times, each time for some of the tensors. If it is
+    False, all ranks call `values` once, for all tensors. `PretrainedValues` allows both, although it is not local.
     """
 
     @property
@@ -52,7 +54,7 @@ class InitialValues(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DeferredInit:
-    """A model on the meta device, and the source of its values. All ranks must call `values`, once."""
+    """A model on the meta device, and the source of its values. `InitialValues` says how often to call `values`."""
 
     model: nn.Module
     source: InitialValues
@@ -148,9 +150,10 @@ def defer_large_model(
     limit_bytes: int,
     pretrained: PretrainedModel | None = None,
 ) -> DeferredInit | None:
-    """Return the model on the meta device if it is above the limit, with a local source (see `InitialValues`).
+    """Return the model on the meta device if it is above the limit, else None.
 
-    Return None if it is below the limit, or if some rank cannot record the constructor.
+    Each rank may call `values` of the returned source alone and several times. A model that is not pretrained also
+    gives None if some rank cannot record its constructor.
 
     Raises:
         DesyncError: ranks have different models.
@@ -215,7 +218,7 @@ def _difference_reason(recorded: RecordedModel | None) -> str:
     if recorded is None:
         return ""
     if recorded.unregistered_names:
-        return f"{recorded.unregistered_names[0]} is a random tensor that is neither parameter nor buffer"
+        return f"{recorded.unregistered_names[0]} is neither parameter nor buffer, and {_NOT_CONSTANT}"
     return recorded.doubts[0] if recorded.doubts else ""
 
 
@@ -231,7 +234,7 @@ def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int)
     unregistered_name = next(iter(recorded.unregistered_names), "")
     if unregistered_name and recorded.num_bytes > limit_bytes:
         raise _too_large_error(
-            recorded.num_bytes, limit_bytes, f"{unregistered_name} is neither parameter nor buffer, and is random"
+            recorded.num_bytes, limit_bytes, f"{unregistered_name} is neither parameter nor buffer, and {_NOT_CONSTANT}"
         )
     note = (
         f"initial values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor is drawn from a random "

@@ -21,8 +21,9 @@ _MAX_DEPTH = 4
 class RecordedModel:
     """A model built on the meta device, and the tape of its constructor.
 
-    `views` locate the recorded tensors on the tape; `real_tensors` were not recorded. `unregistered_names` are random
-    tensors that are neither parameter nor buffer; `doubts` are reasons why a plain build may give other values.
+    `views` locate the recorded tensors on the tape; `real_tensors` were not recorded. `unregistered_names` are tensors
+    that are neither parameter nor buffer, and that depend on random numbers or on parameters. `doubts` are reasons why
+    a plain build may give other values.
     """
 
     model: nn.Module
@@ -101,7 +102,10 @@ def with_data(like: Tensor, data: Tensor) -> Tensor:
 
 
 def replace_tensors(model: nn.Module, replacements: Mapping[str, Tensor]) -> None:
-    """Replace the tensors with these first names everywhere, also under tied names and in lists and dicts."""
+    """Replace parameters and buffers of the model; `replacements` gives the new tensor for the first name of each.
+
+    A tensor is replaced under all its names, and also in plain attributes, lists and dicts of the modules.
+    """
     old = named_tensors(model)
     replacement_by_id = {id(old[name]): tensor for name, tensor in replacements.items()}
     for module in model.modules():
@@ -115,7 +119,7 @@ def replace_tensors(model: nn.Module, replacements: Mapping[str, Tensor]) -> Non
 
 
 def _fill_attributes(model: nn.Module, tape: InitTape, *, registered_ids: set[int]) -> Iterator[str]:
-    """Compute the tensors in plain attributes, and yield the names of those that depend on random draws."""
+    """Compute the tensors in plain attributes; yield the names of those that depend on random draws or parameters."""
     for prefix, module in model.named_modules():
         for name, container, key, tensor in list(_attribute_tensors(module)):
             if id(tensor) in registered_ids or not is_on_meta(tensor):

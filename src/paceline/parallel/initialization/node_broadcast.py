@@ -54,7 +54,8 @@ def match_rank_zero(
         model = release_memory(build())
     _refuse_differences(_only_tensors(describe_model(model)), _only_tensors(expected), world)
     reasons = [text for text in world.gather_json(reason) if text]
-    return model, [f"start: every rank builds the whole model, because {reasons[0]}"] if reasons else []
+    note = "start: ranks that are not the first of their node may also build the whole model, because"
+    return model, [f"{note} {reasons[0]}"] if reasons else []
 
 
 def refuse_unequal_models(model: nn.Module, *, world: World) -> None:

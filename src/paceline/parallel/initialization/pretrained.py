@@ -1,4 +1,8 @@
-"""Load a model whose weights are in files: each rank reads only its shards, and none builds the full model."""
+"""Load a model whose weights are in files: each rank reads only its shards.
+
+No rank builds the full model, with two exceptions. If the constructor can't be recorded, every rank builds the model
+once before the weights are read. `load_full_model` returns the full model.
+"""
 
 import copy
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ class NoChain(LayoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A block of the model under its FQN; `index` counts the blocks of the whole model in execution order."""
+    """A block of the model under its FQN; `index` is its position in the result of `find_blocks`."""
 
     index: int
     name: str

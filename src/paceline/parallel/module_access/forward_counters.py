@@ -6,7 +6,8 @@ differ from one process.
 
 If every microbatch adds the same integer to a number, the number's value before microbatch j is its value before the
 step plus j times that integer. Each rank therefore sets the number before each forward. Every step checks that the
-number still follows this rule. If a new number is found, or a known number breaks the rule, the step is rerun.
+number still follows this rule. The step is rerun if a known number breaks the rule, or if a new number that follows the
+rule is found.
 
 A rank alone can't reproduce other changes, such as a factor that decays. The values then differ between ranks, and a
 note says so. The exception is a model whose forwards run sequentially: its ranks send the values to each other.
@@ -200,8 +201,8 @@ class ForwardNumbers:
     `is_relayed` is a parameter of several methods. If it is True, forwards run sequentially, and each rank has received
     the numbers from the rank of the previous microbatch.
 
-    `always`: search for new numbers in every step. Otherwise the search is done only in early steps, because a model
-    has thousands of attributes.
+    `always`: search for new numbers in every step. Otherwise the search is done only in the first two steps and in
+    steps whose number is a power of two, because a model has thousands of attributes.
     `reported_elsewhere`: names that the notes of this class don't mention.
     """
 
@@ -215,7 +216,7 @@ class ForwardNumbers:
         self._num_micro = self._num_steps = self._num_reruns = 0
         self._microbatches: set[int | None] = set()  # those run in this step; None for stand-ins
         self._microbatch: int | None = None
-        self._values: dict[tuple[str, int], Any] = {}  # (name, microbatch) -> the value after this microbatch
+        self._values: dict[tuple[str, int], Any] = {}  # (name, microbatch) -> the value after its forward
         self._new_increments: dict[str, int | None] = {}
         self._broken_names: list[str] = []
         self._changed_numbers: set[str] = set()
@@ -233,7 +234,7 @@ class ForwardNumbers:
         """Return whether `changed_as_expected` must be called in this step; the result is the same on all ranks."""
         if self._world.world_size == 1:
             return False
-        return self._always or bool(self._increments) or self._is_early(self._num_steps + 1)
+        return self._always or bool(self._increments) or self._is_search_step(self._num_steps + 1)
 
     def begin(self, *, num_micro: int, is_rerun: bool) -> None:
         """Start a step of `num_micro` microbatches over all ranks; if it is a rerun, restore the numbers first."""
@@ -253,10 +254,11 @@ class ForwardNumbers:
             self._fingerprints = attribute_fingerprints(self._model)
 
     def set_microbatch(self, microbatch: int | None, *, sets_numbers: bool = True) -> None:
-        """Set the numbers to the values that one process would have before this microbatch.
+        """Set the numbers for the next forward or backward of a microbatch to the values that one process would have.
 
-        `microbatch` is None for a stand-in batch, which doesn't count. Without `sets_numbers`, the numbers stay: they
-        were received from the rank of the previous microbatch.
+        Before its forward, these are the values after the previous microbatch; before its backward, the values after
+        its own forward, which this object has recorded. `microbatch` is None for a stand-in batch, which doesn't count.
+        Without `sets_numbers`, the numbers stay: they were received from the rank of the previous microbatch.
         """
         if not self._num_micro:
             return
@@ -282,7 +284,7 @@ class ForwardNumbers:
         self._new_increments = {}
         if self._num_micro:
             self._changed_numbers |= set(self.numbers.changed_names())
-        if self._always or self._is_early(self._num_steps + 1):
+        if self._always or self._is_search_step(self._num_steps + 1):
             known = set(self.names)
             new_names = sorted(name for name in self._changed_numbers - known if not self.numbers.is_install_flag(name))
             self._new_increments = {name: self._infer_increment(name) for name in new_names}
@@ -338,7 +340,7 @@ class ForwardNumbers:
         )
 
     @staticmethod
-    def _is_early(step: int) -> bool:
+    def _is_search_step(step: int) -> bool:
         """Return whether the step is one of the first two, or its number is a power of two."""
         return step <= _FIRST_STEPS or step & (step - 1) == 0
 
@@ -346,7 +348,7 @@ class ForwardNumbers:
         """Record the numbers after a microbatch. A number may change and change back before the end of the step."""
         if self._microbatch is not None:
             self._values |= {(name, self._microbatch): self.numbers.current_value(name) for name in self._increments}
-        if self._num_micro and self._microbatches and self._is_early(self._num_steps + 1):
+        if self._num_micro and self._microbatches and self._is_search_step(self._num_steps + 1):
             self._changed_numbers |= set(self.numbers.changed_names())
         if self._num_micro and self._microbatches and self._num_steps == _FIRST_STEPS - 1:
             now, before = attribute_fingerprints(self._model), self._fingerprints

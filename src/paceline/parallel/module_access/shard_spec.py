@@ -1,7 +1,7 @@
 """A shard spec maps a rank's local tensor into the full tensor, box by box.
 
 A rank that holds the full tensor has one box; a rank that holds heads of a fused projection has several; a rank that
-holds nothing has none. Each further split (by tensor parallelism, then by rows) narrows the boxes.
+holds no elements has none. Each further split (by tensor parallelism, then by rows) narrows the boxes.
 """
 
 import math
@@ -33,7 +33,11 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """A rank's shard of a full tensor of shape `shape`. `local_shape` is None if the rank holds nothing."""
+    """A rank's shard of a full tensor of shape `shape`.
+
+    `local_shape` is the shape of the rank's local tensor, which may have no rows. It is None if the rank has no
+    local tensor.
+    """
 
     shape: Dims
     local_shape: Dims | None
@@ -48,7 +52,7 @@ class ShardSpec:
 
     @staticmethod
     def empty(shape: Sequence[int]) -> "ShardSpec":
-        """Return the spec of a rank that holds nothing, such as another pipeline stage."""
+        """Return the spec of a rank without a local tensor, such as a rank of another pipeline stage."""
         return ShardSpec(shape=tuple(shape), local_shape=None, boxes=())
 
     @staticmethod

@@ -227,7 +227,11 @@ def _absent_names(model: nn.Module, split: StageSplit | GraphStageSplit, owned_s
 
 
 def _absent_names_of_chain(model: nn.Module, split: StageSplit, owned_stages: tuple[int, ...]) -> set[str]:
-    """Return the parameters and buffers that only other ranks hold, including buffers of modules with placeholders."""
+    """Return the parameters and buffers that only other ranks hold, and the buffers of modules that never run here.
+
+    A module outside the blocks runs only on stages that hold the parameters that it needs. On other stages, a
+    `Placeholder` makes an output of the same shape instead, and the module's buffers are not updated.
+    """
     names = _absent_names(model, split, owned_stages)
     first_names = {id(p): name for name, p in model.named_parameters()}
     blocks = [model.get_submodule(name) for name in split.blocks]

@@ -20,8 +20,8 @@ def bounds_from_counts(counts: Sequence[int], num_stages: int, num_blocks: int) 
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise LayoutError(
             f"place.stages lists {len(counts)} stages with {sum(counts)} blocks, but the layout has {num_stages} "
-            f"stages, the model {num_blocks} blocks.",
-            cause="one number of blocks for each stage, at least 1, that add up to all blocks",
+            f"stages, and the model has {num_blocks} blocks.",
+            cause=f"place.stages must list one number of blocks (at least 1) per stage, with the sum {num_blocks}",
             hint=_suggest_counts(num_stages, num_blocks),
         )
     return tuple(pairwise([0, *accumulate(counts)]))

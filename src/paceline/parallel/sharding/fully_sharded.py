@@ -25,7 +25,7 @@ from paceline.parallel.sharding.fsdp_options import FullShardOptions
 from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits, parameter_view
 from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
-from paceline.parallel.sharding.unit_gradient_order import pass_first_input
+from paceline.parallel.sharding.unit_gradient_order import keep_gradient_order
 from paceline.parallel.sharding.unit_guard import UnitGuards
 from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
@@ -55,7 +55,7 @@ def shard_zero3(
     tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device.
 
     Raises:
-        LayoutError: a parameter can't be sharded, or the model does not have a named unit.
+        LayoutError: a parameter can't be sharded, or `options` names a unit that the model does not have.
     """
     options, shard_world = options or FullShardOptions(), data_groups.shard_world
     if shard_world.world_size == 1:
@@ -70,7 +70,7 @@ def shard_zero3(
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
     scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
     ignored = {p for n, p in model.named_parameters() if n in excluded}
-    contexts = [*([expose_local_shards] if base_specs else []), *([pass_first_input] if grid is not None else [])]
+    contexts = [*([expose_local_shards] if base_specs else []), *([keep_gradient_order] if grid is not None else [])]
     guards = _apply_fully_shard(
         model, data_groups, options, ignored=ignored | set(scalars.values()),
         is_pipelined=absent_names is not None, contexts=contexts,
@@ -137,8 +137,9 @@ def _apply_fully_shard(
 ) -> UnitGuards:
     """Apply `fully_shard` to the units and the model; return the guards of the units.
 
-    `fully_shard` registers the hooks of a unit while the contexts that `contexts` return for this unit are active.
-    `ignored` are the parameters that it does not shard.
+    A guard raises an error where a unit would silently behave differently than in one process: see `unit_guard`.
+    `fully_shard` registers the hooks of a unit inside the contexts that the functions in `contexts` return for this
+    unit. `ignored` are the parameters that are not sharded.
     """
     device = data_groups.shard_world.device.type
     assert data_groups.shard_world.group is not None

@@ -65,7 +65,7 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
     return ""
 
 
-def refuse_combining_rule(optimizer: Optimizer) -> None:
+def refuse_optimizer_combining_parameters(optimizer: Optimizer) -> None:
     """Refuse a rule that combines several parameters, for layouts in which a rank has only some of them.
 
     Raises:
@@ -93,7 +93,7 @@ def refuse_combining_rule(optimizer: Optimizer) -> None:
             for joint, separate in zip(joint_results, separate_results, strict=True)
         ):
             raise JobError(
-                f"{type(optimizer).__name__} updates a parameter differently when a second one is present.",
+                f"{type(optimizer).__name__} updates a parameter differently if it also updates a second parameter.",
                 cause="it combines several parameters, or draws random numbers",
                 hint="--layout ddp, where every rank has all of them",
             )

@@ -18,8 +18,12 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 
 @contextmanager
-def pass_first_input(module: nn.Module) -> Iterator[None]:
-    """Pass only the first differentiable input to the forward pre-hook that the `with` body registers."""
+def keep_gradient_order(module: nn.Module) -> Iterator[None]:
+    """Keep the order of gradient sums although the `with` body registers a forward pre-hook on the module.
+
+    Of the differentiable inputs, only the first passes through this hook. The hook gets the others detached, and the
+    module then gets the original tensors.
+    """
     detached_inputs = _DetachedInputs()
     module.register_forward_pre_hook(detached_inputs.restore, prepend=True, with_kwargs=True)
     yield

@@ -1,8 +1,8 @@
 """Guards detect calls in which an FSDP unit would behave differently from the same module in one process.
 
 `fully_shard` passes copies of lists and dicts to a unit, and replaces the unit's parameters before it runs. The next
-gather overwrites what the unit wrote to its parameters. `fully_shard` raises no error, so that a lost write or a
-replaced parameter would silently change the training.
+gather overwrites what the unit wrote to its parameters. `fully_shard` raises no error, so a lost write or a replaced
+parameter would silently change the training.
 """
 
 import copy
@@ -36,7 +36,8 @@ _MAX_DEPTH = 8
 _ALTERNATIVE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _COPY_REFUSING_FILES = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
 _forward_state = threading.local()
-_open_forwards: list[None] = []  # one entry per running forward of all threads, since a GPU's backward has its own
+_open_forwards: list[None] = []
+"""One entry for each running forward of any thread. It is not thread-local, as a GPU's backward has its own thread."""
 
 
 class UnitGuards:

@@ -22,7 +22,7 @@ class UnitChoice:
     """The rule that chooses units; by default the repeated blocks.
 
     `classes` are names of module classes. `names` are patterns of module names, such as `layers.*`. With `min_numel`,
-    the units are the innermost modules with at least that many parameter elements.
+    a module is a unit if it has at least that many parameter elements outside of the units inside it.
     """
 
     classes: Sequence[str] = ()
@@ -115,7 +115,7 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _modules_by_size(model: nn.Module, min_numel: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield, innermost first, each module with at least `min_numel` parameter elements outside of inner units."""
+    """Yield, innermost first, each module with at least `min_numel` parameter elements outside of the units in it."""
     assigned: set[int] = set()
     for name, module in sorted(model.named_modules(), key=lambda pair: -pair[0].count(".") if pair[0] else 1):
         parameters = [p for p in module.parameters() if id(p) not in assigned]

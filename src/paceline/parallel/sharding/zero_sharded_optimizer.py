@@ -19,8 +19,8 @@ from paceline.parallel.sharding.shardability_check import (
     accepts_empty_tensor,
     merge_equal_groups,
     rebuild_optimizer,
-    refuse_combining_rule,
     refuse_ignored_groups,
+    refuse_optimizer_combining_parameters,
     shardability_error,
 )
 
@@ -55,7 +55,7 @@ class ShardedOptimizerFactory:
         names = {id(p): name for name, p in self.pairs}
         reasons: dict[str, str] = {}
         for optimizer in self.optimizers:
-            refuse_combining_rule(optimizer)
+            refuse_optimizer_combining_parameters(optimizer)
             for group in merge_equal_groups(optimizer):
                 reason = shardability_error(optimizer, group, exact=exact, dim=0)
                 if reason:
@@ -77,17 +77,19 @@ class ShardedOptimizerFactory:
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
-    def refuse_combining_rules(self) -> None:
-        """Refuse update rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
+    def refuse_optimizers_combining_parameters(self) -> None:
+        """Refuse optimizers that combine parameters, for layouts in which a rank's optimizer has only some of them.
 
         Raises:
             JobError: a rule combines several parameters.
         """
         for optimizer in self.optimizers:
-            refuse_combining_rule(optimizer)
+            refuse_optimizer_combining_parameters(optimizer)
 
     def refuse_slices(self, split_names: Collection[str], *, layout: str) -> None:
-        """Refuse update rules that are wrong on slices of the parameters in `split_names`, along any dimension.
+        """Refuse update rules that are wrong on slices of the parameters in `split_names`.
+
+        The rules are tried on slices along the first and along the last dimension.
 
         Raises:
             LayoutError: a rule is not correct on slices; the message names it.
@@ -113,7 +115,7 @@ class ShardedOptimizerFactory:
         """Return the optimizers over the row shards, with the same groups and options.
 
         Parameters without a row shard are left out. Empty row shards are left out if the rule fails on empty tensors.
-        Call this only once, because it changes the optimizers in place.
+        Call this only once, because it may change the optimizers in place.
         """
         local_parameters = {row_shard.name: row_shard.parameter for row_shard in row_shards}
         names = {id(p): name for name, p in self.pairs}
@@ -148,7 +150,11 @@ def try_optimizer_factory(
 def _replace_parameters(
     optimizer: Optimizer, local_parameters: Mapping[str, nn.Parameter], names: Mapping[int, str]
 ) -> Optimizer:
-    """Replace the optimizer's parameters by the row shards, in place, since a new optimizer refuses empty groups."""
+    """Return the optimizer with the row shards instead of its parameters.
+
+    If the optimizer has no state yet, it is changed in place. If it already has state, that state belongs to the full
+    parameters, so a new optimizer is built.
+    """
     empty_names = [name for name, row_shard in local_parameters.items() if not row_shard.numel()]
     if empty_names and not accepts_empty_tensor(optimizer):
         local_parameters = {name: row_shard for name, row_shard in local_parameters.items() if row_shard.numel()}

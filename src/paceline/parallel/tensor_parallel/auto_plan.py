@@ -172,7 +172,7 @@ def _search_until_stable(
         reset_decisions(decisions)
         suggest_borders(decisions, similarity_keys)
     raise LayoutError(
-        f"the tensor plan of {type(model).__name__} is not stable: other weights can be split in each run.",
+        f"the tensor plan of {type(model).__name__} is not stable: each run finds different weights to split.",
         cause="the model's forward takes a different path each time",
         hint="write the plan: see docs/tensor.md",
     )
@@ -349,9 +349,9 @@ def check_plan_by_function(model: nn.Module, *, plan: TensorPlan, run: ModelRun,
 
 @contextmanager
 def _report_as_planning_error(model: nn.Module, run: ModelRun) -> Iterator[None]:
-    """Convert an error of the user's code to a `LayoutError`.
+    """Convert an error of the user's code in the `with` body to a `LayoutError`.
 
-    Before this, run the model without sharding; an error in this run is raised unchanged.
+    After such an error, run the model without sharding. If this run also fails, raise its error unchanged.
     """
     try:
         yield

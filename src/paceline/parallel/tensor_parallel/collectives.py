@@ -1,8 +1,10 @@
 """Collectives of a tensor-parallel group, plain and as autograd functions.
 
-All autograd functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the
-gradient of a shard is the shard of the full gradient. `copy_to_parallel_region` and `reduce_from_parallel_region` are
-the functions f and g of Megatron-LM.
+The autograd functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the
+gradient of a shard is the shard of the full gradient. Full tensors that sharded operations read are the exception: each
+rank computes only a part of their gradient. `copy_to_parallel_region` and `gather_shards` (with `has_partial_grad`)
+return such tensors, and their backward sums the parts over the ranks. `copy_to_parallel_region` and
+`reduce_from_parallel_region` are the functions f and g of Megatron-LM.
 """
 
 from typing import Any, Protocol
@@ -108,7 +110,9 @@ class _CopyToParallelRegion(torch.autograd.Function):
     @override
     def forward(ctx: Any, full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
-        return full_tensor.detach()  # not a view: the input caches the result, and a view would keep the input alive
+        # `view_as` would return a view, whose `_base` is the input. The input caches the result, so this would be a
+        # reference cycle. The result of `detach` has no `_base`.
+        return full_tensor.detach()
 
     @staticmethod
     @once_differentiable

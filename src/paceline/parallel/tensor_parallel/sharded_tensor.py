@@ -1,7 +1,9 @@
 """A tensor subclass that holds one rank's shard, reports the full shape and propagates its sharding.
 
 A call of a function without a sharding rule first all-gathers the full tensor. The result is correct but slower, and a
-note for the user reports the all-gather. So the forward of any model computes the same result as in one process.
+note for the user reports the all-gather. So the forward of a model computes the same result as in one process. The
+exceptions raise LayoutError: a write in place to a gathered tensor, and a custom autograd function, a custom operator
+or a `torch.func` transform that reads a sharded tensor.
 """
 
 import sys
@@ -118,7 +120,7 @@ class ShardPropagatingTensor(Tensor):
     def full_tensor(self, *, has_partial_grad: bool = False) -> Tensor:
         """Return the full tensor; the all-gather is cached until the shard is written to.
 
-        Set `has_partial_grad` if sharded operations read the result, as in `gather_shards`.
+        Set `has_partial_grad` if sharded operations read the result. It has the same meaning as in `gather_shards`.
         """
         if self.reference is not None:
             return self.reference

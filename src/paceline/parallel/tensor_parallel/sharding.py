@@ -81,7 +81,8 @@ def shard_evenly(size: int, *, ranks: int, sections: Sequence[int] = (), dim: in
 class IncompatibleReshape:
     """A reshape or slice whose result cannot be described as a sharding.
 
-    `sections` are the sections of the input, or `heads` the number of attention heads, that may make it possible.
+    `sections` and `heads` suggest another sharding of the input, with which the operation may be possible. `sections`
+    are the sizes of its sections. `heads` is the number of attention heads; the sharding must not split a head.
     """
 
     description: str
@@ -107,7 +108,10 @@ def reshape_sharding(
 
 
 def _equal_product_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return pairs of the shortest runs of old and new dimensions whose sizes have equal products."""
+    """Return pairs (old dimensions, new dimensions) whose sizes have equal products; each pair is as small as possible.
+
+    Return an empty list if the shapes have different numbers of elements.
+    """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old_shape) or j < len(new_shape):
@@ -132,7 +136,9 @@ def _reshape_group(
 ) -> DimSharding | IncompatibleReshape:
     """Return the sharding after one group of dimensions is reshaped.
 
-    `position` is the sharded dimension's position in `old_shape`; `dims` are the result's dimensions of `new_shape`.
+    `old_shape` and `new_shape` are the sizes of the group's dimensions before and after the reshape. `position` is the
+    index of the sharded dimension in `old_shape`. `dims[i]` is the index of the dimension of size `new_shape[i]` in the
+    full result.
     """
     inner = math.prod(old_shape[position + 1 :])
     flat_sections = [tuple(bound * inner for bound in bounds) for bounds in sharding.sections]

@@ -138,7 +138,7 @@ def _is_size(key: str, family: str) -> bool:
 def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
     """Return the error that no layout fits. It names the layout that needs least memory, and a cluster where one fits.
 
-    `nearest` is None if the search space is empty.
+    `nearest` is the layout that needs least memory, or None if the search space is empty.
     """
     cluster, profile = cost_model.cluster, cost_model.profile
     name = profile.name or "the model"
@@ -158,7 +158,7 @@ def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Esti
         options = "".join(f" --{setting} {value}" for setting, value in nearest.settings.items())
         hint = f"{hint}; or try it: --layout {nearest.layout}{options}"
     return LayoutError(
-        f"no layout of {name} {'surely ' * nearest.is_tight}fits on {cluster}.",
+        f"no layout of {name} {'is certain to fit' if nearest.is_tight else 'fits'} on {cluster}.",
         cause=f"the nearest is {nearest.candidate}: {explain_misfit(nearest)}",
         hint=hint,
     )

@@ -81,7 +81,7 @@ class NamedLayouts:
             replay_note = "" if row.replayed else f", NOT REPLAYED ({self.not_replayed_reason})"
             options = "".join(f" --{name} {value}" for name, value in best.settings.items())
             if len(self.rows) > 1 or replay_note:
-                yield f"fastest that fits{replay_note}: --layout {best.layout}{options}"
+                yield f"recommended{replay_note}: --layout {best.layout}{options}"
             if self.tie is not None:
                 yield f"  {explain_simpler(best, self.tie)}"
         for title, *lines in self.differences:

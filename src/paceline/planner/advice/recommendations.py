@@ -34,7 +34,7 @@ class PlanRow:
     family: str
     estimate: Estimate
     time_explanation: str = ""
-    """The explanation of the step time; by default `explanation` states its largest parts."""
+    """The text on the step time for `explanation`; if empty, `explanation` lists the largest parts of the step time."""
     changes: tuple[Change, ...] = ()
     """Changes of the layout, each of which makes it fit; empty if the layout fits."""
     replayed: bool = False

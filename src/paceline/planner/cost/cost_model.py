@@ -33,8 +33,9 @@ _HOUR = 3600.0
 class CostModel:
     """The cost model of a neural network on a cluster.
 
-    It caches the costs that several candidates share, so that each estimate is cheap. `device_bytes` is the full memory
-    of a device, if the device of the cluster has only a part of it (see `with_memory_limit`).
+    It caches the costs that several candidates share, so that each estimate is cheap. The layouts may use
+    `cluster.device.memory_bytes` of each device. `device_bytes` is the full memory of a device; it is needed only if
+    `memory_bytes` was lowered to a limit (see `with_memory_limit`).
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Estimate:
     num_micro: int
     """The number of microbatches of a replica in a step."""
     limit_bytes: float
-    """The memory of a device that the layout may use."""
+    """The part of a device's memory that the layout may use."""
     device_bytes: float
     """The full memory of a device."""
     samples: int

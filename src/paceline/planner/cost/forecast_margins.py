@@ -1,7 +1,7 @@
 """Compute the error margins of a forecast.
 
-A layout whose peak is within the margin of the limit is `tight`. Two layouts whose step times differ by less than the
-margin tie.
+A layout is `tight` if the difference between its peak and the limit is within the margin. Two layouts tie if the
+difference between their step times is within the margin.
 
 The constants follow from mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 %
 at most for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of

@@ -52,15 +52,15 @@ class LayerCost:
     recompute: float
     """Seconds of the recomputed forward, without messages."""
     tensor: float
-    """Exposed seconds of messages over tp, in both directions."""
+    """Exposed seconds of messages over tp in forward, recomputation and backward together."""
     context: float
-    """Exposed seconds of messages over cp, in both directions."""
+    """Exposed seconds of messages over cp in forward, recomputation and backward together."""
     experts: float
-    """Exposed seconds of messages over ep, in both directions."""
+    """Exposed seconds of messages over ep in forward, recomputation and backward together."""
     messages_forward: float
-    """Exposed seconds of all messages in forward."""
+    """Exposed seconds of all messages in the first forward, without recomputation."""
     messages_backward: float
-    """Exposed seconds of all messages in backward."""
+    """Exposed seconds of all messages in backward, including those of recomputation."""
     overlappable_seconds: tuple[float, float]
     """Compute seconds of (forward, backward) that can overlap data-parallel messages.
 

@@ -97,7 +97,11 @@ class Candidate:
 
     @cached_property
     def family(self) -> str:
-        """The family of the layout: its model axis, `mixed` for several, or its kind of data parallelism for none."""
+        """The family of the layout, one of `FAMILIES`.
+
+        It is the model axis that the layout splits, or `mixed` if the layout splits several. For a layout that splits
+        none, it is the kind of data parallelism.
+        """
         axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"

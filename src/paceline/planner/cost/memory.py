@@ -78,13 +78,13 @@ class Elements:
     """The numbers of parameter elements of a rank, before data parallelism shards them."""
 
     dense: float
-    """The elements that may be sharded."""
+    """The elements that ZeRO may shard; without ep, they include those of experts."""
     experts: float
-    """The elements of experts, which are never sharded."""
+    """The elements of experts if ep divides them; ZeRO never shards these. 0 without ep."""
     outside_blocks: float
     """The dense elements that are in no block."""
     largest_block: float
-    """The elements of the largest block."""
+    """The dense elements of the largest block."""
     last_reduced: float
     """The elements whose gradients are ready last: those of the part before the blocks or, if more, of a block."""
     trained_fraction: float
@@ -301,9 +301,10 @@ def _backward_phases(
 
 
 def _reduction_unit_bytes(largest: float, total_bytes: float, element_bytes: float, device: Device) -> float:
-    """Return the bytes of a unit: the gradients that one collective reduces, a large tensor or a full bucket.
+    """Return the bytes of a unit: the gradients that one collective reduces, which are a large tensor or a full bucket.
 
-    `largest` is the number of elements of the largest tensor; `total_bytes` are the bytes of all gradients.
+    `largest` is the number of elements of the largest tensor. `total_bytes` are the bytes of all gradients that share
+    these units: all of the rank's, those of its blocks, or those outside of its blocks.
     """
     if element_bytes * largest > LARGE_PARAMETER_BYTES:
         return element_bytes * largest

@@ -75,7 +75,10 @@ def _reserve_text(device: Device) -> str:
 
 
 def _peak_text(device: Device, precision: str) -> str:
-    """Return the precision and the source of the peak rate: a data sheet, or the best measured rate."""
+    """Return the precision and the source of the peak rate.
+
+    The source is the data sheet if it is known, else that of the device's rates, such as a measurement.
+    """
     rates = device.peaks or device.flops_per_second
     precision_text = precision if precision in rates else f"fp32, because it has no {precision}"
     if device.peaks:

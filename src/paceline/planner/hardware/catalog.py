@@ -1,8 +1,11 @@
 """List well-known accelerators and links, with the dense (not sparse) rates of their makers' data sheets.
 
-Memory sizes are those of the data sheets. Two kinds of numbers are assumptions, because data sheets do not state them:
-the memory that driver, context and communication use (`reserve_bytes`), and the latencies. A probe of the machine
-replaces all these numbers.
+Memory sizes are those of the data sheets. Some numbers are assumptions, because data sheets do not state them: the
+memory that driver, context and communication use (`reserve_bytes`), the host memory, and the latencies. All numbers of
+the device `cpu` and of the links `loopback` and `memory` are assumptions too.
+
+A plan for this machine uses measured rates and a measured link instead (see `local_cluster`). It takes only the peak
+rates of GPUs, for MFU, from this catalogue. Its reserve is also an assumption.
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class Device:
         return self.flops_per_second.get(precision) or self.flops_per_second["fp32"]
 
     def peak(self, precision: str) -> float:
-        """Return the operations per second by the data sheet, or `rate` if no data sheet is known."""
+        """Return the operations per second by the data sheet, or `rate` if `peaks` does not have this precision."""
         return self.peaks.get(precision) or self.rate(precision)
 
 
@@ -153,7 +153,10 @@ class Group:
         return 2 * self.all_gather(num_bytes, calls=calls)
 
     def all_to_all(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of `calls` all-to-alls. In total, each rank sends `num_bytes` over its own link."""
+        """Return the seconds of `calls` all-to-alls, which redistribute `num_bytes` of each rank in total.
+
+        Each of n ranks sends (n - 1) / n of its bytes over its own link.
+        """
         if self.size == 1:
             return 0.0
         return calls * self.latency_seconds + (self.size - 1) / self.size * num_bytes / self.hop_bytes_per_second

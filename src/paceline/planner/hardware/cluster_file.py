@@ -29,6 +29,7 @@ _DEVICE_QUANTITIES = {
 }
 _MAY_BE_ZERO = ("reserve", "latency")
 _LINK_QUANTITIES = {"latency": QuantityKind.SECONDS, "bandwidth": QuantityKind.BYTES_PER_SECOND}
+_LINK_EXAMPLE = 'latency = "2 us", bandwidth = "400 Gbit/s"'
 _EXAMPLE = 'device = "H100-80G", nodes = 4, devices = 8, between = "ib-ndr"'
 
 
@@ -134,7 +135,7 @@ class _ClusterFileReader:
         quantities = dict(self._read_quantities(value, _LINK_QUANTITIES, f"{name}."))
         for quantity in _LINK_QUANTITIES:
             if quantity not in value:
-                self._add_problem(f"{name}.{quantity} is missing.", f"{name}.{quantity}", hint='latency = "2 us"')
+                self._add_problem(f"{name}.{quantity} is missing.", f"{name}.{quantity}", hint=_LINK_EXAMPLE)
         is_shared = value.get("shared", False)
         if not isinstance(is_shared, bool):
             self._add_problem(

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 _MAX_ITERATIONS = 100
-# How small the slope and the intercept of a fitted line may be, relative to the measured points; see `fit_line`.
+# The slope of a fitted line is at least this fraction of the smallest ratio seconds / amount of a point. An intercept
+# of at most this fraction of the first point's seconds is replaced by 0.
 _MIN_RATIO = 1e-3
 _MIN_END_RATIO = 0.1  # the least slope beyond the last point, relative to that point's seconds per amount
 # Up to this residual, the cost of a point grows with the square of its residual, and beyond it only in proportion.
@@ -139,8 +140,8 @@ def fit_line(points: Sequence[Point]) -> Line:
     """Return the line with the smallest relative error, robust against outliers.
 
     Damped least squares (Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963) minimise
-    the sizes of log(line / measured seconds) at all points. Weights make an outlier count by its distance, not by the
-    square of it.
+    the absolute values of log(line / measured seconds) at all points. Weights ensure that the cost of an outlier grows
+    in proportion to its distance, not with the square of the distance. `_MIN_RATIO` limits the slope and the intercept.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount

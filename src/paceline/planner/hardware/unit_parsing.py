@@ -55,7 +55,8 @@ def parse_quantity(text: object, *, kind: QuantityKind, name: str, where: str = 
     Base units are bytes, bytes per second, seconds, operations per second, watts, and money per hour.
 
     Raises:
-        UsageError: the unit is missing, unknown or of another kind, or the number is not positive or not plausible.
+        UsageError: the unit is missing, unknown or of another kind. Or the number is zero, negative, infinite or not
+            plausible.
     """
     hint = f'{name} = "{_EXAMPLES[kind]}"'
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -75,7 +76,7 @@ def parse_quantity(text: object, *, kind: QuantityKind, name: str, where: str = 
         raise UsageError(f"{name} = {text!r} is not a number.", where=where, cause=cause, hint=hint)
     value = float(match[1].replace(",", "").replace("_", "")) * factor
     if not (value > 0 or (allow_zero and value == 0)) or value == float("inf"):
-        raise UsageError(f"{name} = {text!r} is not positive.", where=where, hint=hint)
+        raise UsageError(f"{name} = {text!r} is not positive and finite.", where=where, hint=hint)
     if value and not _MIN_VALUE <= value <= _MAX_VALUE:
         cause = f"that is {value:g} {kind}: the unit or the exponent is wrong"
         raise UsageError(f"{name} = {text!r} is not plausible.", where=where, cause=cause, hint=hint)

@@ -1,7 +1,8 @@
 """The sizes, in bytes, of the buckets in which gradients are sent.
 
-The runtime groups parameters by these sizes, and the planner counts the memory of the buckets. The sizes are those of
-`DistributedDataParallel`: a small first bucket, so that communication starts early, and large ones after it.
+The runtime groups parameters by these sizes, and the planner counts the memory of the buckets. `FIRST_BUCKET_BYTES` and
+`BUCKET_BYTES` are the defaults of `DistributedDataParallel`: a small first bucket, so that communication starts early,
+and large ones after it. The other two sizes are Paceline's own.
 """
 
 LARGE_PARAMETER_BYTES = 16 << 20

@@ -42,7 +42,7 @@ class JobFacts:
     accumulation: int | None = None
     """The requested microbatches of a replica in one step; None to derive them."""
     one_thread: bool = False
-    """True if each rank must compute with one thread, as exact mode does."""
+    """True if each rank must compute with one thread, as in exact mode and under `verify`."""
     threads: int | None = None
     """The requested threads of each rank; None to divide the cores among the ranks."""
     backend: str = "auto"
@@ -296,7 +296,8 @@ def _plan_notes(
         + "".join(f"; {description}" for description in _describe_axes(mesh)),
         f"backend: {backend_reason}",
         f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of "
-        f"{micro_batch_size} ({per_replica} per replica)",
+        f"{micro_batch_size} ({'at most ' if num_micro % replicas else ''}{per_replica} per replica)",
         *([idle_warning] if num_idle else []),
-        f"threads: {threads} per {unit} ({'pinned' if facts.one_thread else plural(resources.cores, 'usable core')})",
+        f"threads: {threads} per {unit} "
+        f"({'fixed: the number affects results' if facts.one_thread else plural(resources.cores, 'usable core')})",
     )

@@ -129,9 +129,10 @@ def resolve_mesh(
     remaining_axis = next((axis for axis, size in sizes.items() if size == REMAINING_RANKS), None)
     if remaining_axis == "ep":
         sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
-        if sizes["ep"] == 1:  # only `ep` was given: spread experts over replicas
-            sizes["dp_replicate"] = sizes["ep"] = ranks
-            product = ranks
+        if sizes["ep"] == 1:
+            # no data axis was given: the ranks that other axes leave become replicas, which share the experts
+            sizes["dp_replicate"] = sizes["ep"] = max(1, ranks // product)
+            product *= sizes["dp_replicate"]
     elif remaining_axis is not None:
         sizes[remaining_axis] = max(1, ranks // product)
         product *= sizes[remaining_axis]
@@ -145,7 +146,7 @@ def resolve_mesh(
     replicas = mesh.replicas
     if replicas % mesh.ep:
         hint = f"--layout dp_replicate={mesh.ep},ep={mesh.ep}"
-        cause = "experts are split over ranks that see different samples"
+        cause = "the ranks of ep are replicas, so ep must divide the number of replicas"
         problems.append(
             LayoutError(f"ep={mesh.ep} does not divide {plural(replicas, 'replica')}.", cause=cause, hint=hint)
         )
@@ -155,7 +156,8 @@ def resolve_mesh(
 def layout_label(layout: Layout, mesh: Mesh) -> str:
     """Return the name of a layout in plans: its short name or its axes, and the options that are not the defaults."""
     requested_axes = [axis for axis in layout.sizes if axis != "ep"]
-    if layout.kind is not LayoutKind.AXES and len(requested_axes) <= 1:
+    is_only_data = {"dp_replicate", "dp_shard"}.issuperset(requested_axes)
+    if layout.kind is not LayoutKind.AXES and is_only_data and len(requested_axes) <= 1:
         return ",".join([str(layout.kind), *layout.options()])
     names = {("dp_replicate",): "ddp", ("tp",): "tp", ("pp",): "pp", ("cp",): "cp", (): "single"}
     zero_names = {1: "zero1", 2: "zero2", 3: "fsdp"}
@@ -237,9 +239,11 @@ def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> Pa
 
 
 def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int) -> None:
-    """Set `dp_replicate` for hsdp: by default 2, so that each replica is sharded over half the ranks.
+    """Set `dp_replicate` for hsdp.
 
-    If there are too few ranks, also set `dp_shard` to 2. The caller then reports that the mesh does not fit.
+    The data ranks are the ranks divided by the sizes of the other axes. Without a size of `dp_shard`, `dp_replicate` is
+    2, so that the training state is sharded over half of the data ranks. If there are fewer than four data ranks,
+    `dp_shard` is also set to 2, and the caller then reports that the mesh does not fit.
     """
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data_ranks = ranks // max(other_ranks, 1)

@@ -34,7 +34,8 @@ def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Pro
             f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}, "
             f"but each replica of this run has {num_micro}.",
             cause="a custom schedule is for a fixed number of microbatches; a short last batch has fewer",
-            hint=f"--train.micro_batch_size for {program.num_micro} and --data.drop_last true, or a schedule by name",
+            hint=f"a --train.micro_batch_size that gives {plural(program.num_micro, 'microbatch')} per replica, with "
+            "--data.drop_last true; or a schedule by name",
         )
     return program
 

@@ -10,8 +10,8 @@ from paceline.errors import PacelineError
 from paceline.planner.layout.mesh import Mesh
 
 DELAYED_TOKENS = (
-    "tokens are counted some steps later, but before a save immediately, so the step at which the run ends would "
-    "depend on when it saves"
+    "the tokens of a step are counted some steps later, but a save counts them immediately, so the step at which the "
+    "run ends would depend on when it saves"
 )
 
 

@@ -48,5 +48,9 @@ def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[boo
         "skip": (skips, "--train.on_nonfinite skip", "--train.on_nonfinite stop"),
         "sync_bn": (train.buffers == "sync_bn", "sync_bn", "leave --train.buffers out"),
         "compile": (train.compile, "--train.compile", "leave it out"),
-        "workers": (settings.data.workers > 0, "--data.workers", "--data.workers 0: a worker reads its own samples"),
+        "workers": (
+            settings.data.workers > 0,
+            "--data.workers",
+            "--data.workers 0: each rank that computes gradients then reads its samples itself",
+        ),
     }

@@ -69,8 +69,9 @@ def build_decoder_profile(
 
     With `precision` bf16, matmuls are in bfloat16. The residual stream stays in float32, as under autocast, but
     `residual_bytes` can set other bytes per element. With `is_fused`, a compiler fuses elementwise operations: a norm
-    or a rotation reads and writes its tensor once, not once for each of its operations. Without `is_flash`, attention
-    writes and reads the scores of all pairs of positions for each operation: scale and mask, softmax, dropout.
+    or a rotation reads and writes its tensor once, not once for each of its operations. The nonlinearity of an MLP
+    without a gate then reads and writes nothing. Without `is_flash`, attention writes and reads the scores of all pairs
+    of positions for each operation: scale and mask, softmax, dropout.
     """
     short_bytes = 4 if precision == "fp32" else 2  # of an element in matmuls
     residual_stream_bytes = residual_bytes or 4  # of an element of the residual stream
@@ -83,7 +84,7 @@ def build_decoder_profile(
             masked_flops=ZERO,
             moved_bytes=block.moved_bytes + BatchScaling(pair=float(score_bytes)),
             fused_bytes=block.fused_bytes + BatchScaling(pair=float(score_bytes)),
-            attention_saved_bytes=ZERO,
+            attention_saved_bytes=ZERO,  # nothing to subtract: without fused attention, all scores are saved
         )
     table_elements = sizes.vocabulary * sizes.width  # of the embedding, and of the output layer
     first = LayerProfile(
@@ -118,8 +119,9 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
     """Return the bytes per token that norms, rotary embedding, residual sums and the nonlinearity read and write.
 
     A block has two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
-    products and a cast; a rotation is two products, a swap of halves and a sum. An element has `short_bytes` in matmuls
-    and `wide_bytes` in the residual stream.
+    products and a cast; a rotation is two products, a swap of halves and a sum. The nonlinearity is SwiGLU with a gate,
+    and GELU without one; with `is_fused`, GELU is assumed to move no bytes. An element has `short_bytes` in matmuls and
+    `wide_bytes` in the residual stream.
     """
     # the widths of the residual stream, of the keys, and of the hidden layers of all active experts
     h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width * max(1, sizes.active)
@@ -132,7 +134,8 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
 
 
 def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> LayerProfile:
-    """Return the profile of one block with fused attention. The letters are those of `_moved_bytes`."""
+    """Return the profile of one block with fused attention."""
+    # the widths of the residual stream, of the keys, and of the hidden layer of one MLP or expert
     h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
@@ -163,6 +166,7 @@ def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool)
             token=float(split),
             pair=float(scores),
         ),
+        # fused attention saves no scores, so the planner subtracts these bytes from the saved ones on accelerators
         attention_saved_bytes=BatchScaling(pair=float(scores)),
         selective_saved_bytes=BatchScaling(token=float(products)),
         output_bytes=BatchScaling(token=float(wide_bytes * h)),

@@ -3,14 +3,14 @@
 The nodes of a level are named after the last choice that they have made: recompute, microbatch, schedule, leaf (see
 `search_space`).
 
-Bounds on the seconds:
+Bounds on the seconds. Each contains the fixed cost of a step:
 
 - For a recompute node: all samples of a replica form one microbatch, and its work is spread evenly over the stages.
   This is a lower bound for two reasons. The cost of a layer is an affine function of the samples, or the maximum of two
   such functions, so several smaller microbatches cost at least as much. The busiest stage does at least the mean work.
 - For a microbatch node: the same with the node's microbatch size. The last stage also waits for the first microbatch.
 - For a schedule node: the makespan of its stages without data-parallel communication, which could only add time.
-- For a leaf: the bound of its schedule node, plus the work at the end of the step on one rank.
+- For a leaf: the bound of its schedule node, plus the work that one rank does once per step, such as the update.
 
 Bounds on the bytes:
 
@@ -36,12 +36,12 @@ class Bounds:
         self._cost_model = cost_model
         self._grid = grid
         profile = cost_model.profile
-        self._step_start_seconds = cost_model.efficiency.step_seconds
+        self._fixed_step_seconds = cost_model.efficiency.step_seconds
         self._global_batch_size = profile.global_batch_size
 
     def recompute_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the step time of all leaves of a recompute node."""
-        return self._model_seconds(self._with_one_microbatch(node)) / node.pp + self._step_start_seconds
+        return self._model_seconds(self._with_one_microbatch(node)) / node.pp + self._fixed_step_seconds
 
     def microbatch_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the step time of all leaves of a microbatch node.
@@ -56,7 +56,7 @@ class Bounds:
         fill_fraction = (1 - 1 / p) / max(2, max_virtual)
         if node.remat == "none" and node.tp == 1 and set(SPLIT_BACKWARD_SCHEDULES) & set(self._grid.schedules):
             fill_fraction = 0.0
-        return microbatch_seconds * (num_micro / p + fill_fraction) + self._step_start_seconds
+        return microbatch_seconds * (num_micro / p + fill_fraction) + self._fixed_step_seconds
 
     def recompute_node_bytes(self, node: Candidate) -> float:
         """Return a lower bound on the peak bytes of all leaves of a recompute node.
@@ -86,7 +86,7 @@ class Bounds:
         hop, num_micro = cost_model.hop_seconds(node), cost_model.num_micro(node)
         return (
             pipeline_seconds(node, cost_model.stages_without_sharding(node), micro=num_micro, hop=hop)
-            + self._step_start_seconds
+            + self._fixed_step_seconds
         )
 
     def schedule_node_bytes(self, node: Candidate) -> float:
@@ -149,7 +149,8 @@ class Bounds:
             profile=cost_model.profile, device=cost_model.cluster.device, groups=cost_model.groups(leaf),
             efficiency=cost_model.efficiency,
         )  # fmt: skip
-        return node_seconds + sum(end_seconds.values()) - self._step_start_seconds
+        # both terms contain the fixed cost of a step, which counts once
+        return node_seconds + sum(end_seconds.values()) - self._fixed_step_seconds
 
     def _model_seconds(self, node: Candidate) -> float:
         """Return the seconds of forward and backward of one microbatch, summed over the stages."""

@@ -37,7 +37,7 @@ class SearchResult:
     num_estimates: int
     """The number of leaves that were estimated."""
     num_nodes: int
-    """The number of nodes, leaves included, whose lower bound was computed."""
+    """The number of nodes, leaves included, whose lower bound was computed; without bounds, the number of leaves."""
 
     @property
     def fastest(self) -> Estimate | None:
@@ -83,7 +83,10 @@ class _BranchAndBound:
     num_estimates: int = 0
     num_nodes: int = 0
     _best_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By family: the seconds of the best candidate, and the factor for bounds before they are compared with these."""
+    """For each family, the seconds of its best candidate and a factor.
+
+    A bound is multiplied by the factor before it is compared with the seconds, because it omits `CostModel.time_ratio`.
+    """
     _heap: list[tuple[float, int, int, Candidate]] = field(default_factory=list)
     """The nodes to visit, as (bound, level, tie breaker, node)."""
     _tie_breaker: Iterator[int] = field(default_factory=count)

@@ -9,7 +9,7 @@ from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.cluster import family_ratio
 from paceline.planner.search.branch_and_bound import search
-from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
+from paceline.planner.search.layout_with_forecast import TIMED, LayoutForecast
 from paceline.planner.search.search_space import SearchSpace
 
 _MEMORY_RATIO = 0.85  # the largest memory of a fallback relative to the previous layout, both without the reserve
@@ -29,19 +29,19 @@ def fallback_layouts(cost_model: CostModel, first: Estimate, *, grid: SearchSpac
         previous = fallback
 
 
-def build_fallback(
+def build_forecast(
     estimate: Estimate, *, time_ratio: float = 1.0, memory_ratio: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
-) -> FallbackLayout:  # fmt: skip
-    """Return the fallback layout of an estimate.
+) -> LayoutForecast:  # fmt: skip
+    """Return the layout of an estimate with its forecast.
 
-    `time_ratio` and `memory_ratio` are measured values of earlier runs divided by their forecasts. `replayed` are the
+    `time_ratio` and `memory_ratio` are measured values divided by their forecasts. `replayed` are the
     peak bytes that a replay counted and their parts by name, without the reserve; None if the layout was not replayed.
     """
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     peak_bytes, counted_parts = replayed or (round(estimate.peak_bytes - reserve), parts)
-    return FallbackLayout(
+    return LayoutForecast(
         layout=estimate.layout,
         family=estimate.candidate.family,
         ranks=estimate.candidate.ranks,
@@ -57,16 +57,17 @@ def build_fallback(
     )
 
 
-def build_calibrated_fallback(
+def build_calibrated_forecast(
     estimate: Estimate, cost_model: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
-) -> FallbackLayout:
-    """Return the fallback layout of an estimate, with the ratios of earlier runs on this cluster and of timed steps.
+) -> LayoutForecast:
+    """Return the layout of an estimate with its forecast, and with the ratios of measured to forecast values.
 
+    The ratios come from earlier runs on this cluster. The time ratio also covers steps of the layout that were timed.
     `source` says how the forecast was made; if steps were timed, the source is `TIMED`.
     """
     cluster, family = cost_model.cluster, estimate.candidate.family
     forecast_seconds = cost_model.estimate(estimate.candidate).step_seconds
-    return build_fallback(
+    return build_forecast(
         estimate,
         replayed=replayed,
         time_ratio=family_ratio(cluster.longer, family) * (estimate.step_seconds / forecast_seconds),

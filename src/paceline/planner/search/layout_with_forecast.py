@@ -1,4 +1,4 @@
-"""Define a fallback layout with its settings and its forecast, as a plan passes it to a run."""
+"""Define a layout with its settings and its forecast, as a plan passes it to a run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ TIMED = "timed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FallbackLayout:
+class LayoutForecast:
     """A layout with its forecast. The field names are keys of the file that the workers read.
 
     Bytes are those of the fullest rank, without the reserve of a process.
@@ -30,7 +30,10 @@ class FallbackLayout:
     replayed: bool = False
     """True if a replay counted the bytes."""
     longer: float = 1.0
-    """The ratio of measured to forecast step time in earlier runs on this machine."""
+    """The ratio of measured to forecast step time, by which `step_seconds` is already multiplied.
+
+    It comes from earlier runs on this machine and, if the plan timed steps, also from these.
+    """
     fuller: float = 1.0
     """The ratio of measured to forecast memory in earlier runs on this machine; 1 if `replayed`."""
     source: str = ""

@@ -38,7 +38,11 @@ class Change:
 
 
 def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
-    """Return the changes to the three fastest candidates that fit after one change or, if none fits, after two."""
+    """Return at most three changes after which the candidate fits into memory, the one with the fastest step first.
+
+    Each result is a single change or, if no single change is enough, a combination of two. The result is empty if two
+    changes are not enough.
+    """
     visited = {estimate.candidate}
     frontier: list[tuple[str, Candidate]] = [("", estimate.candidate)]
     for _ in range(_MAX_DEPTH):

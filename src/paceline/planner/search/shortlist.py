@@ -18,7 +18,8 @@ _MAX_PER_FAMILY = 3
 _NEAR_RATIO = 1.6  # relative to the fastest forecast: closed forms may be wrong by this factor
 _MAX_CANDIDATES = 20_000  # only this many candidates of the search space are estimated
 _MIN_SECONDS = 1e-6  # no step is as fast as this
-_TUPLE_FIELDS = ("blocks", "between")  # of `MeasuredTime`; JSON stores them as lists
+# the tuples among the fields of `MeasuredTime`, which JSON stores as lists; `between`: the timing's start and end
+_TUPLE_FIELDS = ("blocks", "between")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class TimingTrial:
     seconds: float = 0.0
     """The forecast step time; 0 if there is none."""
     stages: str = ""
-    """The value of `place.stages`: the number of blocks of each stage; empty if all stages have as many."""
+    """The value of `place.stages`: the number of blocks of each stage; empty if all stages have equally many blocks."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for the other ranks."""
@@ -146,7 +147,7 @@ def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
         for name, fields in stored.items()
     }
     if not all(_MIN_SECONDS < t.seconds < inf and 0 <= t.spread < inf and t.steps > 0 for t in measured_times.values()):
-        raise ValueError("no step takes that long")
+        raise ValueError("a measured time has an impossible value")
     return measured_times
 
 

@@ -74,7 +74,7 @@ class CandidateSimulation:
         return self.step_seconds / self.estimate.step_seconds - 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values by name, for scripts. Names with `planned` have the forecast by closed forms."""
+        """Return the values by name, for scripts. Names that begin with `planned` have the forecast by closed forms."""
         estimate = self.estimate
         return {
             "layout": estimate.layout,
@@ -100,7 +100,9 @@ class CandidateSimulation:
 
 
 def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> CandidateSimulation:
-    """Simulate one step. Only the pipeline of one replica is simulated, so more replicas take no longer.
+    """Simulate one step.
+
+    Only the pipeline of one replica is simulated, so this function takes no longer if there are more replicas.
 
     Raises:
         LayoutError: there are more stages than blocks.
@@ -115,6 +117,7 @@ def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> Candid
         transfer=cost_model.time_ratio(c.family) * cost_model.hop_seconds(c),
     )
     rank_ends = _end_seconds_by_rank(cost_model, c, program)
+    # `start` is the fixed cost of a step
     end_seconds = {name: max(end[name] for end in rank_ends) for name in ("update", "offload", "start")}
     collectives = [
         *_message_collectives(stage_times),
@@ -201,7 +204,7 @@ def _message_collectives(stage_times: list[_StageTimes]) -> Iterator[Collective]
 
 
 def _end_seconds_by_rank(cost_model: CostModel, c: Candidate, program: Program) -> list[dict[str, float]]:
-    """Return, for each pipeline rank, the seconds of its work at the end of the step, by field of `StepTime`."""
+    """Return, for each pipeline rank, the seconds of the work that it does once per step, by field of `StepTime`."""
     counts, time_ratio = cost_model.part_counts(c), cost_model.time_ratio(c.family)
     seconds_by_stages = {
         stages: {name: time_ratio * seconds for name, seconds in end.items()}

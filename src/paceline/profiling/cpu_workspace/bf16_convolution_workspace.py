@@ -2,7 +2,8 @@
 
 The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient, each
 thread transposes an input image and an output image so that pairs are adjacent. Rows are padded to an even number of
-elements. With strides, few channels or groups, all threads share one pair of transposed images.
+elements. All threads share the transposed images if the convolution has strides or several groups, or if its larger
+images (`Bf16ConvolutionCall.source`) have few channels.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
 _PAIR_ELEMENTS = 2
-_FEW_CHANNELS = 3  # images with at most so many channels are read in place, not transposed
+_FEW_CHANNELS = 3  # `source` images with at most so many channels are read in place, not transposed
 _BARRIER_BYTES = 8580  # of the barrier that synchronizes the threads
 
 ImageShape = tuple[int, int, tuple[int, ...]]

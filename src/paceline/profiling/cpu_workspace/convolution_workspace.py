@@ -1,7 +1,7 @@
 """Workspace of a convolution on a CPU, depending on the algorithm that torch and oneDNN choose.
 
-The formulas are fitted to the allocator's records of single calls. These were CPUs with AVX2, and CPUs with AVX-512 and
-bfloat16 products, with and without AMX tiles. There are four algorithms:
+The formulas are fitted to the allocator's records of single calls. The calls ran on CPUs with AVX2, and on CPUs with
+AVX-512 and bfloat16 products, both with and without AMX tiles. There are four algorithms:
 
 - *blocked* copies operands and results into blocks of 16 channels (8 without AVX-512), padded at the end. It is for
   float32, and for bfloat16 with AVX-512 and no tiles, which needs additional sums in float32 (`Bf16ConvolutionCall`).
@@ -19,7 +19,9 @@ from paceline.profiling.cpu_workspace.bf16_convolution_workspace import Bf16Conv
 from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
 _BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS = 16, 8  # of a block with AVX-512, and half of it
-_FEW_CHANNELS = 3  # images with at most so many channels are not padded to a block
+# For the weight gradient, input images with at most so many channels are not copied into blocks. Grouped and transposed
+# convolutions are exceptions.
+_FEW_CHANNELS = 3
 _SMALL_KERNEL = 3
 _SMALL_ELEMENTS = 20480  # torch uses its own im2col for a small kernel on a single image of at most so many elements
 _ROW_ELEMENTS = 32  # bfloat16 rows are padded to a multiple of this when they are transposed

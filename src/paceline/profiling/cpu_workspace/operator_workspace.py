@@ -1,8 +1,8 @@
 """Workspace of CPU operators: the memory that they use in addition to their tensors. The formulas are measured.
 
 oneDNN converts the operands of a convolution into its internal memory layout, and the results back. gloo copies the
-tensors that it gathers and reduces. On a GPU no formula is needed: plans reserve memory on each device, which covers
-the workspace of convolutions, and nccl copies nothing.
+results of an all-gather and the input of a reduce-scatter. On a GPU no formula is needed: plans reserve memory on each
+device, which covers the workspace of convolutions, and nccl copies nothing.
 """
 
 from functools import cache
@@ -70,9 +70,10 @@ def _is_channels_last(source: Tensor) -> bool:
 
 
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
-    """Return the bytes that gloo copies for a collective, and the tensors that gloo references until it is waited for.
+    """Return the bytes that gloo copies for a collective, and the tensors that gloo references.
 
-    gloo references all arguments of a collective. The exception is the input of a reduce-scatter, which gloo copies.
+    Both last until the collective is waited for. gloo references all arguments of a collective. The exception is the
+    input of a reduce-scatter, which gloo copies.
     """
     name = op_name(func)
     if name == "c10d::_allgather_base_":

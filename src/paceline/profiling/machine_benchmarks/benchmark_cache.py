@@ -26,7 +26,7 @@ def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None =
         cores=cores,
         torch=version("torch"),
         gpus=gpu_models() if device == "cuda" else (),
-        kernels=kernel_fingerprint(),
+        kernels=kernel_fingerprint(),  # the numerical kernels that the environment variable MKL_CBWR selects
         device=device,
         ranks=ranks,
         threads=choose_threads(resources=cluster, one_thread=False, requested=None),

@@ -13,7 +13,8 @@ from paceline.planner.hardware.benchmark_results import Disk
 
 _CHUNK_BYTES = 8 * 2**20
 _MAX_CHUNKS = 16
-_FREE_SPACE_DIVISOR = 8  # at most this fraction (1/8) of the free space is written
+# All ranks together write at most 1/8 of the free space. Each rank writes at least one chunk, even if that is more.
+_FREE_SPACE_DIVISOR = 8
 
 
 def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:

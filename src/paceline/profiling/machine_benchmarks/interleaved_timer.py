@@ -93,8 +93,9 @@ def time_families(
     The second half is for rounds. In each round every selected size has a turn of several timed calls. With
     `has_untimed_call`, a turn begins with a call that is not timed, because a link transfers the first bytes after a
     pause faster. A turn has short parts, and its result is their median, because other programs may disturb some parts.
-    On a GPU, or with `shares_cores`, a turn has only one part, because ranks that wait for a core disturb each other.
-    `combine_ranks` combines the results of all ranks in a round into one number.
+    With `shares_cores` a turn has only one part, because ranks that wait for a core disturb each other. On a GPU a turn
+    has only one part too, because the end of each part waits for the GPU. `combine_ranks` combines the results of all
+    ranks in a round into one number.
     """
     ranks = SynchronizedRanks(world=world)
     start_time = time.perf_counter()
@@ -155,7 +156,8 @@ def _select_sizes(
 def _predict_seconds(trials: Sequence[TimedCall], amount: float) -> float:
     """Return the predicted seconds of a call, extrapolated from the last two sizes.
 
-    The prediction does not fall, and grows at most in proportion to the last size.
+    The prediction is at least the time of the last size. It is at most this time multiplied by the ratio of `amount` to
+    the last size's amount.
     """
     last = trials[-1]
     if len(trials) == 1:
@@ -185,8 +187,10 @@ def _time_rounds(
 ) -> list[list[float]]:
     """Return, for each trial, the seconds for its amount of work in each round. The last round may be incomplete."""
     rounds_by_trial: list[list[float]] = [[] for _ in trials]
-    untimed_seconds = sum(trial.seconds for trial in trials) * (1 + has_untimed_call)
-    turn_seconds = max((seconds / ROUNDS - untimed_seconds) / max(len(trials), 1), _MIN_TURN_SECONDS)
+    # A turn takes at most `turn_seconds` plus the time of one call, because it has at least one call. So each round
+    # reserves the time of one call for every trial, and also the time of the untimed calls.
+    reserved_seconds = sum(trial.seconds for trial in trials) * (1 + has_untimed_call)
+    turn_seconds = max((seconds / ROUNDS - reserved_seconds) / max(len(trials), 1), _MIN_TURN_SECONDS)
     deadline = time.perf_counter() + seconds
     for number in range(_MAX_ROUNDS):
         for trial, trial_rounds in zip(trials, rounds_by_trial, strict=True):

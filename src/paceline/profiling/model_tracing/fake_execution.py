@@ -4,8 +4,8 @@ Results are allocated and never written, so that the system provides no physical
 any size takes some seconds and little memory.
 
 Integers, booleans and small tensors are still computed if their inputs are known. So code that branches on them takes
-its usual path. Integers and booleans that depend on unknown numbers get plausible values: a loss is 1, every number is
-finite, and all experts get equally many tokens.
+its usual path. Integers and booleans that depend on unknown numbers get plausible values: every number counts as
+finite, and all experts get equally many tokens. Python numbers get plausible values too: `loss.item()` returns 1.0.
 """
 
 import math
@@ -48,7 +48,8 @@ _FRESH_BYTES = 64 << 20  # allocations of at least this size come from the syste
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _RESIZING_OPERATIONS = ("aten::resize_", "aten::set_")
-_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")  # operations that are always run
+# operations that are run; a collective (c10d::) with fake inputs is run on empty tensors, see `_fake_collective`
+_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")
 _TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
@@ -91,8 +92,11 @@ class FakeExecutionMode(DispatchMode):
         """The bytes of the backend's copies for collectives that are still pending."""
         self._on_operation = on_operation
         self._fake_storages = fake_storages or FakeStorages()
-        self.comparisons_hold = True
-        """The result of every comparison of unknown numbers. Set it to False while a model is built."""
+        self.comparisons_are_true = True
+        """The result of `>`, `>=`, `<` and `<=` for unknown numbers, except in an endless loop.
+
+        Set it to False while a model is built.
+        """
         self._known_forms: dict[Any, Any] = {}  # of results, by operation and forms of its arguments
         self._remaining_true_results: dict[Any, int] = {}  # by line of code
 
@@ -181,7 +185,7 @@ class FakeExecutionMode(DispatchMode):
 
         It is larger while a model is built, because constructors may test small matrices.
         """
-        return SMALL_ELEMENTS if self.comparisons_hold else _SMALL_ELEMENTS_IN_BUILD
+        return SMALL_ELEMENTS if self.comparisons_are_true else _SMALL_ELEMENTS_IN_BUILD
 
     def _is_too_large(self, tensor: Tensor) -> bool:
         max_elements = _SMALL_FLOAT64_ELEMENTS if tensor.dtype is torch.float64 else self._max_computed_elements
@@ -193,7 +197,7 @@ class FakeExecutionMode(DispatchMode):
             if tensor.is_floating_point() or tensor.is_complex():
                 self._fake_storages.add(tensor)
             elif tensor.dtype is not torch.uint8 or tensor.numel() <= SMALL_ELEMENTS:
-                fill_unknown_integers(func, tensor, args, comparisons_hold=self._comparison_result(func, tensor))
+                fill_unknown_integers(func, tensor, args, comparisons_are_true=self._comparison_result(func, tensor))
         if op_name(func) in _RESIZING_OPERATIONS:
             return func(*args, **kwargs)
         result = targets if len(func._schema.returns) > 1 else targets[0]
@@ -213,12 +217,12 @@ class FakeExecutionMode(DispatchMode):
         return self._create_results(func, args, self._known_forms[key])
 
     def _comparison_result(self, func: Any, tensor: Tensor) -> bool:
-        """Return the result of a comparison of unknown numbers: `comparisons_hold`, or False to end an endless loop.
+        """Return the result of a comparison of unknown numbers: `comparisons_are_true`, or False in an endless loop.
 
         A loop counts as endless if one line of user code has compared a single number too often.
         """
-        if not self.comparisons_hold or tensor.numel() != 1 or op_name(func) not in COMPARISONS:
-            return self.comparisons_hold
+        if not self.comparisons_are_true or tensor.numel() != 1 or op_name(func) not in COMPARISONS:
+            return self.comparisons_are_true
         location = user_code_position()
         self._remaining_true_results[location] = (
             self._remaining_true_results.get(
@@ -250,7 +254,7 @@ class FakeExecutionMode(DispatchMode):
             if dtype.is_floating_point or dtype.is_complex:
                 self._fake_storages.add(tensor)
             elif op_name(func) not in RANDOM_MASKS or tensor.nbytes < _FRESH_BYTES:
-                fill_unknown_integers(func, tensor, args, comparisons_hold=self._comparison_result(func, tensor))
+                fill_unknown_integers(func, tensor, args, comparisons_are_true=self._comparison_result(func, tensor))
             return tensor
 
         return _rebuild(forms, make)

@@ -41,19 +41,19 @@ RANDOM_MASKS = {"aten::native_dropout", "aten::bernoulli"}
 """Operations that create masks as large as activations. In fake execution nothing reads the values of these masks."""
 
 
-def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, comparisons_hold: bool) -> None:
+def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, comparisons_are_true: bool) -> None:
     """Fill integers or booleans that an operation computed from unknown numbers.
 
     Every number counts as finite. Each position is chosen equally often, so that experts get equally many tokens.
-    `comparisons_hold` is the result of every comparison: True in a step, and False while a model is built. With True, a
-    constructor that samples until a value is within bounds would never end.
+    `comparisons_are_true` is the result of `>`, `>=`, `<` and `<=`: True in a step, and False while a model is built.
+    With True, a constructor that samples again while a value is too large would never end.
     """
     name = func._schema.name
     if name in _POSITION_OPERATIONS and tensor.dtype is torch.int64:
         _fill_with_positions_in_order(tensor, args)
     elif name in ("aten::eq", "aten::ne"):  # so that tests for NaN (x != x) and infinity fail
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
-    elif comparisons_hold and name in COMPARISONS:
+    elif comparisons_are_true and name in COMPARISONS:
         tensor.fill_(1)
     else:
         tensor.zero_()

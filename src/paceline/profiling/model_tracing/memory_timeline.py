@@ -16,7 +16,10 @@ from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
 
 Bytes = tuple[int, ...]  # of each kind in `memory_tracker.KINDS`
 Part = list[tuple[str, Bytes]]  # the name of each operation, and the bytes at this operation
-ExtraIteration = tuple[int, int]  # of a loop: its position in the shorter part, and its number of operations
+# The same part is recorded for a model and for the model with one more block. The second recording is longer: each loop
+# over blocks has one more iteration. The tuple has the position in the shorter recording at which this iteration is
+# missing, and the number of its operations.
+ExtraIteration = tuple[int, int]
 
 
 @dataclass

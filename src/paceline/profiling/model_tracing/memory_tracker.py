@@ -202,7 +202,7 @@ class MemoryTracker(DispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _new_storages(result, self._live, args, kwargs):
             self._track(storage, "activations")
-        # with `operator_bytes`, new gradients were reclassified before the operation
+        # Gradients are set between operations. With `operator_bytes`, the call before the operation looks for them.
         self._update_peak(name, may_have_gradients=self._operator_bytes is None)
         return result
 
@@ -252,7 +252,10 @@ class MemoryTracker(DispatchMode):
         self._without_gradient = remaining
 
     def _update_peak(self, name: str, operator_bytes: int = 0, *, may_have_gradients: bool = True) -> None:
-        """Update the peak, and call `on_operation`. `may_have_gradients`: the last operation may have set gradients."""
+        """Update the peak, and call `on_operation`.
+
+        `may_have_gradients` says whether gradients may have been set since the last call.
+        """
         operator_bytes += 0 if self._extra_bytes is None else self._extra_bytes()
         total = sum(self._bytes.values()) + operator_bytes
         is_peak = total > self._peak_bytes

@@ -1,4 +1,4 @@
-"""The console output: one log line for each logged step, and one line for every other event."""
+"""The console output: one line for each logged step, and one or more lines for each other event."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,10 @@ _DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "l
 
 
 def format_event(event: Event, *, total: int | None = None) -> str:
-    """Format one event as text. `total` is the number of steps of the run, for the remaining time in a step's line."""
+    """Format one event as text. The text is empty if the event's class is unknown.
+
+    `total` is the number of steps of the run, for the remaining time in a step's line.
+    """
     if isinstance(event, StepDone):
         return _format_step(event, total=total)
     if isinstance(event, EvalDone):
@@ -48,10 +51,10 @@ def format_event(event: Event, *, total: int | None = None) -> str:
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{average_note} | {samples}{extra}"
     if isinstance(event, Staleness) and all("waited_seconds" in participant for participant in event.told):
-        return f"sites {event.step} | {' | '.join(map(_format_site, event.told))}"
+        return f"sites at step {event.step} | {' | '.join(map(_format_site, event.told))}"
     if isinstance(event, Staleness):
         parts = [*map(_format_max_staleness, event.told), *_format_lost_additions(event.told)]
-        return f"staleness {event.step} | {' | '.join(parts)}"
+        return f"staleness at step {event.step} | {' | '.join(parts)}"
     if isinstance(event, ForecastChecked):
         return _format_forecast(event)
     if isinstance(event, CheckpointSaved):
@@ -81,9 +84,14 @@ def _format_max_staleness(participant: Mapping[str, Any]) -> str:
 
 
 def _format_lost_additions(participants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the counts of lost additions; every rank reports the same counts."""
+    """Yield a text on the lost additions to Hogwild's shadow counters. Every rank reports the same counts.
+
+    Each parameter has one shadow counter. Every update adds 1 to it without a lock, as it adds to the parameter, so the
+    lost additions are an estimate of the lost updates.
+    """
     if participants and "lost" in participants[0]:
-        yield f"{participants[0]['lost']:,} of {participants[0]['made']:,} additions to the shadow counters were lost"
+        lost, made = participants[0]["lost"], participants[0]["made"]
+        yield f"{lost:,} of {made:,} additions to the shadow counters were lost (an estimate of lost updates)"
 
 
 def _format_forecast(event: ForecastChecked) -> str:
@@ -142,7 +150,7 @@ def _print_or_raise(text: str) -> None:
 
 
 class ConsoleSink:
-    """A sink that prints one line per event.
+    """A sink that prints each event as one or more lines. An event of an unknown class prints nothing.
 
     It raises an OSError if the console can't be written, so that the run records the loss of output.
     """

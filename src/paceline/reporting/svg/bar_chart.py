@@ -14,7 +14,10 @@ _MAX_LABEL_CHARACTERS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class BarRow:
-    """One bar: its parts by kind, and a label. A row with a name begins a group; a long name is shortened."""
+    """One bar: its parts by kind, and the name and the label in front of it. A long name is shortened.
+
+    A row with both a name and a label begins a group: there is a gap above it.
+    """
 
     name: str = ""
     label: str = ""

@@ -140,7 +140,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return three to six round values between `low` and `high`."""
+    """Return two to five round values between `low` and `high`."""
     min_interval = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(min_interval))
     interval = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= min_interval)

@@ -67,7 +67,7 @@ class LocalSgdRule(StepRule):
             tensors=parallelized.weights,
             peers=replace(site_peers, traffic=Traffic()),
             sync_after_update=parallelized.sync_after_update,
-            on_write=replica.buffers.begin,
+            on_write=replica.buffers.accept_current_values,
         )
         return LocalStep(
             replica,

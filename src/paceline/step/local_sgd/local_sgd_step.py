@@ -102,7 +102,10 @@ class LocalStep(SynchronousStep):
 
     @override
     def collect_staleness(self) -> Sequence[Mapping[str, Any]]:
-        """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
+        """Return the cost of synchronisation for this rank: bytes sent and seconds waited.
+
+        `late`, the number of gradients by staleness, is empty, because local SGD does not count staleness.
+        """
         world = self.replica.world
         site_name = f"site {self.site_synchronizer.site_index}" + (
             f", its rank {world.rank}" if world.world_size > 1 else ""

@@ -29,7 +29,7 @@ class SiteSynchronizer:
 
     `tensors` are the parameters and buffers of the model; each rank knows their names and full shapes. `peers` are the
     ranks at the same position in all sites. `sync_after_update` is called after writes to weights, and updates the
-    copies of these weights on other ranks. `on_write` is called after writes to weights or buffers.
+    copies of these weights on other ranks. `on_write` is called after writes that may have changed buffers.
     """
 
     def __init__(

@@ -75,9 +75,10 @@ def gather_rows(
 
 @dataclass(kw_only=True)
 class _BatchParts:
-    """The output and batch of one replica, split into tensors, columns, and in `fixed` the checksums of other values.
+    """The output and batch of one replica, split into tensors, columns and other values.
 
-    `columns_by_path` maps a path to True if earlier batches have shown that its value is a column.
+    `fixed` has the checksums of the values that must be the same on every replica. `columns_by_path` maps each path of
+    earlier batches to True if its value is a column, and otherwise to False.
     """
 
     value: tuple[Any, Any]
@@ -140,8 +141,8 @@ class _BatchParts:
         """Return the column as JSON."""
         if path not in self.columns_by_path and is_square(leaf):
             raise JobError(
-                f'loss_over="batch" can\'t tell rows from columns in {path}: it has {self.num_samples} entries, '
-                "as many as there are samples, and each entry has as many too.",
+                f'loss_over="batch" can\'t tell which dimension of {path} runs over the samples: its length and the '
+                f"length of each entry are both equal to the number of samples, {self.num_samples}.",
                 hint="collate=: a dict with a list of texts or numbers for each name",
             )
         try:

@@ -22,7 +22,11 @@ _CLOSE_SECONDS = 5.0
 
 
 class WorkerConnections:
-    """The connections of one server to its workers. Only the first server leases shares of a batch to workers."""
+    """The connections of one server to its workers.
+
+    Only the first server leases shares of a batch. The other servers send their weights to the workers, and receive the
+    gradients of these weights.
+    """
 
     def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, is_first_server: bool) -> None:
         self._state = state
@@ -74,7 +78,10 @@ class WorkerConnections:
         )
 
     def _handshake(self, connection: Connection, worker: int) -> None:
-        """Register the worker, wait for the first batch, and send the tensors that no update changes."""
+        """Register the worker, wait for the first batch, and send the tensors that no update changes.
+
+        The worker's `start_number` is 1 at the first start of its process, and one more after each restart.
+        """
         fields = connection.receive().fields
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
@@ -95,19 +102,24 @@ class WorkerConnections:
                 if not state.is_over:
                     connection.send(ServerMessage(kind=MessageKind.WAIT))
                 continue
-            lease, location = granted
+            lease, sample_location = granted  # where in the data the worker reads the batch's samples
             lease_fields = {
                 "lease": lease.number,
                 "version": lease.version,
                 "number": lease.share.number,
                 "num_shares": lease.share.num_shares,
             }
-            connection.send(ServerMessage(kind=MessageKind.LEASE, fields={**location, **lease_fields}, buffer=buffer))
+            fields = {**sample_location, **lease_fields}
+            connection.send(ServerMessage(kind=MessageKind.LEASE, fields=fields, buffer=buffer))
             state.store_push(lease, self._parse_push(connection.receive()))
         connection.send(ServerMessage(kind=MessageKind.OVER))
 
     def _serve_pulls_and_pushes(self, connection: Connection) -> None:
-        """Send weights to a worker and store its pushes, on a server that is not the first."""
+        """Send weights to a worker and store its pushes, on a server that is not the first.
+
+        LEASE messages from this server have weights, but no share. The answer WAIT only confirms that a push was
+        received. A WAIT from the worker shows that the worker is alive, and needs no answer.
+        """
         buffer = self._state.weights_buffer()
         while True:
             message = connection.receive()

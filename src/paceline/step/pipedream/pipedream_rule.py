@@ -70,7 +70,7 @@ def _refuse_unsupported_model(
                 f"--update {plan.update} replaces {name} by other weight versions, and the hook on it would "
                 "never be called.",
                 cause="register_hook or register_post_accumulate_grad_hook on a parameter in model=",
-                hint="do the same in loss= or optimizer=, or --update sync",
+                hint="move the hook's work into loss= or optimizer=; or --update sync",
             )
         )
     names = [name for name, _ in norms_with_statistics(replica.model)]

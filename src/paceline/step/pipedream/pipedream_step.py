@@ -76,7 +76,7 @@ class PipeDreamStep(SynchronousStep):
         if not self.replica.model.training:
             self.replica.model.train()
         if self._is_drained:
-            self.replica.buffers.begin()  # since the last step, only other code has written to buffers
+            self.replica.buffers.accept_current_values()  # since the last step, only other code has written to buffers
             self._is_drained, self._num_steps_since_drain = False, 0
         elif self._num_steps_since_drain == 2:
             self.replica.buffers.stop_comparing_values()

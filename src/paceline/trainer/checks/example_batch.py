@@ -65,10 +65,11 @@ class ExampleBatch:
             if torch.is_grad_enabled() or "does not require grad and does not have a grad_fn" not in str(error):
                 raise
             raise LayoutError(
-                "the forward or the loss takes a gradient (torch.autograd.grad), but planning runs without gradients.",
+                "the forward or the loss takes a gradient (torch.autograd.grad), but to split the model, Paceline "
+                "first runs it without gradients.",
                 where=str(user_line(error) or ""),
                 cause="a gradient penalty, or a model that returns the gradient of an energy",
-                hint="--layout ddp, zero1 or zero2, which need no such planning",
+                hint="--layout ddp, zero1 or zero2, which need no such run",
             ) from error
         return {name: total for name, (total, _) in terms.items()}
 

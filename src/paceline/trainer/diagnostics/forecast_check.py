@@ -10,7 +10,7 @@ import torch
 
 from paceline.events import EventBus, ForecastChecked
 from paceline.launch.failures.oom_detection import process_memory
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.profiling.calibration_store import record_forecast_ratio
 from paceline.profiling.cpu_contention import CpuTimes, cpu_contention, read_cpu_times
 from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint
@@ -29,7 +29,7 @@ class ForecastCheck:
     def __init__(
         self,
         *,
-        forecast: FallbackLayout | None,
+        forecast: LayoutForecast | None,
         setup: TrainingSetup,
         memory_baseline: MemoryBaseline,
         event_bus: EventBus,

@@ -9,7 +9,7 @@ from paceline.config.layout import parse_layout
 from paceline.filesystem.atomic_files import read_json
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import layout_label
-from paceline.planner.search.layout_with_forecast import FallbackLayout
+from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.plugins import resolve
 from paceline.profiling.calibration_store import plan_key, read_stored_plan
 from paceline.trainer.setup.prepare import PreparedJob
@@ -24,12 +24,12 @@ def is_forecast_supported(prepared_job: PreparedJob) -> bool:
 
 def find_forecast(
     prepared_job: PreparedJob, *, folder: Path, count_parameters: Callable[[], int]
-) -> FallbackLayout | None:
+) -> LayoutForecast | None:
     """Return the stored forecast, or None if there is none for this model, layout and batch."""
     plan = prepared_job.plan
     with suppress(Exception):
         saved_forecast = prepared_job.task.options.get("forecast") or _read_saved_forecast(folder)
-        if saved_forecast is not None and _matches_plan(forecast := FallbackLayout(**saved_forecast), plan):
+        if saved_forecast is not None and _matches_plan(forecast := LayoutForecast(**saved_forecast), plan):
             return forecast
     with suppress(Exception):
         stored_plan = read_stored_plan(stored_plan_key(prepared_job))
@@ -38,7 +38,7 @@ def find_forecast(
             forecast = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
                 stored_plan, prepared_job, parameters=count_parameters()
             )
-            return forecast if isinstance(forecast, FallbackLayout) else None
+            return forecast if isinstance(forecast, LayoutForecast) else None
     return None
 
 
@@ -62,6 +62,6 @@ def _read_saved_forecast(folder: Path) -> Any:
         return None
 
 
-def _matches_plan(forecast: FallbackLayout, plan: ExecutionPlan) -> bool:
+def _matches_plan(forecast: LayoutForecast, plan: ExecutionPlan) -> bool:
     is_same_layout = layout_label(parse_layout(forecast.layout), plan.mesh) == plan.layout
     return is_same_layout and forecast.ranks == plan.mesh.ranks and forecast.micro_batch_size == plan.micro_batch_size

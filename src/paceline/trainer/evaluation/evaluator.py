@@ -43,7 +43,10 @@ class EvaluatedSplit:
 
 
 class ExactSum:
-    """A sum of floats without rounding that ranks can add: Python integers, sent as 32-bit limbs."""
+    """A sum of floats that is computed without rounding, as a Python integer.
+
+    Ranks add their sums: each rank sends its integer as 32-bit limbs.
+    """
 
     def __init__(self) -> None:
         self._total = 0
@@ -183,7 +186,8 @@ class Evaluator:
         Otherwise, ranks read the common decision to stop a few batches later, so that pipeline stages do not wait.
         """
         repeated_microbatch: ReplicaMicrobatch | None = None
-        # a vote: the numbers of ranks that stop and that have a batch, and the function that waits for their all-reduce
+        # A vote is a tensor and the function that waits for its all-reduce. The tensor has two counts: how many ranks
+        # stop, and how many ranks have a batch.
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
             microbatch = next(loader, None)

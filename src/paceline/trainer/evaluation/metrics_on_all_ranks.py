@@ -27,9 +27,10 @@ def split_numbers_and_text(on_eval_result: Any) -> tuple[dict[str, float], dict[
 
 
 class SharedMetrics:
-    """The first rank's metrics, shared with all ranks.
+    """The metrics of all ranks, merged so that every rank has the same ones.
 
-    After `share`, `note` names the metrics that differ between ranks and were not named before.
+    Each metric has the value of the first rank that reports it. After `share`, `note` names the metrics that differ
+    between ranks and were not named before.
     """
 
     def __init__(self, world: World) -> None:

@@ -23,7 +23,7 @@ from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
-from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shared_gpu
+from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, parallelize_thread_replica, shared_gpu
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
@@ -31,7 +31,7 @@ from paceline.parallel.module_access.broadcast_initial import broadcast_initial_
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors, param_tensors
 from paceline.parallel.module_access.user_hooks import hook_notes
-from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
+from paceline.parallel.parallelize import parallelize
 from paceline.parallel.placement import ParallelizedModel, PlacementRequest
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory
 from paceline.planner.layout.execution_plan import ExecutionPlan
@@ -43,7 +43,7 @@ from paceline.step.shared_memory.rng_turns import HostRngTurns
 from paceline.step.step_rule import StepRequest
 from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
-from paceline.torch_internals.private_api import guard_hooks
+from paceline.torch_internals.private_api import recompile_on_hook_changes
 from paceline.torch_internals.rng import RandomStreams, seed_all, stream_key
 from paceline.trainer.checks.check_job import check_job
 from paceline.trainer.checks.example_batch import ExampleBatch
@@ -146,7 +146,7 @@ def job_settings(job: Job) -> dict[str, Any]:
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
     """Build the model without any layout; its random draws depend only on the seed."""
-    guard_hooks()
+    recompile_on_hook_changes()
     seed_all(stream_key(seed, "build"))
     try:
         model = job.model()
@@ -376,7 +376,11 @@ def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -
 
 
 def _can_forwards_wait(mesh: Mesh) -> bool:
-    """Return True if a forward may wait for that of another replica: it runs on one rank, without collectives."""
+    """Return True if a forward may wait until another replica has completed its forward.
+
+    With zero 3 or `ep` it may not wait, because the forwards of different replicas exchange tensors. With pipeline
+    stages or local SGD sites it may not wait either.
+    """
     gathers_weights = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers_weights or mesh.sites) and mesh.pp == mesh.ep == 1
 

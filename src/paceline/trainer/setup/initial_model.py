@@ -29,9 +29,14 @@ Build = Callable[[], nn.Module]
 class InitialModel:
     """A model with its initial values, or the means to fill them in once the model is sharded.
 
-    If sharded parameters have no memory yet, `deferred_rows` has this rank's rows of them. If the model must run before
-    its sharding is known, no parameter has memory yet, and `deferred_model` fills in this rank's values later. `notes`
-    describe how the model was initialised.
+    There are three cases:
+
+    - The model has all its values. `deferred_rows` and `deferred_model` are None.
+    - The sharded parameters are on the meta device. `deferred_rows` has this rank's rows of them.
+    - The whole model is on the meta device. `deferred_model` fills in this rank's values later. If the model must run
+      before its sharding is known, `deferred_model` gives each parameter its values while the parameter is needed.
+
+    `notes` describe how the model was initialised.
     """
 
     model: nn.Module
@@ -107,7 +112,7 @@ def build_initial_model(
             notes=deferred_init.notes,
         )
     deferred_init = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained)
-    if deferred_init.source.is_local:
+    if deferred_init.source.is_local:  # a rank creates its values without other ranks, so it can do so later
         return InitialModel(
             model=deferred_init.model,
             deferred_model=DeferredModel(deferred_init=deferred_init, device=worlds.all_ranks.device),
@@ -146,7 +151,7 @@ def splits_model(mesh: Mesh) -> bool:
 
 
 def shards_rows_only(mesh: Mesh) -> bool:
-    """Return True if a rank holds only rows of the parameters, so that no rank ever builds the full model."""
+    """Return True if the layout shards the parameters by rows, and has no `pp`, `tp`, `cp` or `ep` axis."""
     return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
 
 

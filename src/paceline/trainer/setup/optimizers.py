@@ -31,7 +31,7 @@ from paceline.trainer.checks.check_job import unfit_lr_schedulers, unfit_optimiz
 def build_optimizer_factory(
     job: Job, named_parameters: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
 ) -> ShardedOptimizerFactory | None:
-    """Return a factory of this rank's optimizers, or None if every rank holds the full model.
+    """Return a factory of this rank's optimizers, or None if the layout only replicates the model.
 
     The job's optimizer function runs once on the shapes of the full model, to check it and to learn the groups.
 
@@ -46,7 +46,7 @@ def build_optimizer_factory(
     if plan.mesh.zero == 3:
         optimizer_factory.refuse_rows(layout=plan.layout, exact=exact)
     elif plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
-        optimizer_factory.refuse_combining_rules()
+        optimizer_factory.refuse_optimizers_combining_parameters()
     return optimizer_factory
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-_RESIDUAL_SHARE = 1e-3  # an explanation may leave this share of the error
-_MAX_RESIDUAL_SHARE = 0.25  # or more, up to the noise floor, but at most this share
+_RESIDUAL_SHARE = 1e-3  # an explanation may always leave this share of the error
+_MAX_RESIDUAL_SHARE = 0.25  # it may also leave as much as the noise floor, but not more than this share of the error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +16,7 @@ class GradientEvidence:
     """The evidence about one parameter's gradient, before the gradient is divided by the count.
 
     `observed` is the gradient in one copy of the model, and `by_copy` the gradient in each copy. `floor` is the noise
-    floor.
-    `contributions` are those of each microbatch in one process, with the shape `[num_micro, numel]`.
+    floor. `contributions` are those of each microbatch in one process, with the shape `[num_micro, numel]`.
     `added_directions` are vectors that a mistake may have added, by the description of the mistake.
     """
 

@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase:
-    """The gradients of one step: `expected` (one process) and of each copy of the model; and their noise floors."""
+    """The gradients of one step in one process (`expected`) and in each copy of the model, with their noise floors."""
 
     rank_names: RankNames
     expected: Tensors
@@ -84,8 +84,8 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
 def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
     """Find an axis whose ranks hold partial gradients of the same elements, which add up to the correct gradient.
 
-    An axis that explains all differing parameters is preferred. Otherwise, an axis is enough that explains the last
-    differing parameter in the model's order, because its gradient is the first wrong one in backward.
+    An axis that explains all differing parameters is preferred. If there is none, the axis must explain the last
+    differing parameter in the model's order, because this is the first wrong gradient that backward computes.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
     for axis in case.rank_names.mesh.split_axes:

@@ -19,7 +19,7 @@ from paceline.verification.reference.reference import Reference, ReferenceGradie
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
 _MAX_PARAMETERS = 24  # only the worst wrong parameters are examined
-_MAX_ELEMENTS = 1 << 16  # the number of elements of each parameter that are examined
+_MAX_ELEMENTS = 1 << 16  # of a parameter with more elements, between this number and twice as many are examined
 Tensors = Mapping[str, Tensor]
 _HIDDEN_STATE = (
     "the job: one process, from the same weights, buffers and samples, has a different gradient the "

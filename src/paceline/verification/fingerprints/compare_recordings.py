@@ -58,7 +58,7 @@ def compare_recordings(
         check.add_step(first.step)
         difference = _first_difference(first, second, check)
         if difference is not None:
-            if difference["cause"] == "":  # a small difference, whose cause may lie in an earlier step
+            if difference["cause"] == "":  # small or in one element only: the cause may lie in an earlier step
                 difference["cause"] = _small_difference_cause(pairs, difference, check.unjudged)
             text = (
                 f"different: first at {_format_step(difference)}, {difference['kind']} of {difference['parameter']}: "
@@ -82,20 +82,32 @@ def compare_recordings(
 
 
 def first_rank_difference(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
-    """Return the step, rank and parameter at which a replica of a run first differs from rank 0; None if none does."""
-    for rank, records in enumerate(ranks[1:], start=1):
-        records_by_step = {(record.step, record.optimizer): record for record in records}
-        for record in ranks[0]:
-            record_of_rank = records_by_step.get((record.step, record.optimizer))
-            if record_of_rank is None or record.step == 0:
-                continue
-            shared = sorted(set(record.weights) & set(record_of_rank.weights))
-            distances = {
-                n: d for n in shared if (d := record.weights[n].distance(record_of_rank.weights[n])) > RECORDING_FLOOR
-            }
-            if distances:
-                name = max(distances, key=lambda n: distances[n])
-                return {"step": record.step, "rank": rank, "parameter": name, "distance": distances[name]}
+    """Return the first step where the weights of a rank differ from rank 0's; of several ranks, the lowest.
+
+    The result also names the parameter that differs most in this step. It is None if no rank differs. The initial
+    weights (step 0) are not compared.
+    """
+    differences = [
+        {"rank": rank, **difference}
+        for rank, records in enumerate(ranks[1:], start=1)
+        if (difference := _first_weight_difference(ranks[0], records)) is not None
+    ]
+    return min(differences, key=lambda difference: difference["step"], default=None)
+
+
+def _first_weight_difference(records_of_first: Sequence[Record], records: Sequence[Record]) -> dict[str, Any] | None:
+    records_by_step = {(record.step, record.optimizer): record for record in records}
+    for record in records_of_first:
+        record_of_rank = records_by_step.get((record.step, record.optimizer))
+        if record_of_rank is None or record.step == 0:
+            continue
+        shared = sorted(set(record.weights) & set(record_of_rank.weights))
+        distances = {
+            n: d for n in shared if (d := record.weights[n].distance(record_of_rank.weights[n])) > RECORDING_FLOOR
+        }
+        if distances:
+            name = max(distances, key=lambda n: distances[n])
+            return {"step": record.step, "parameter": name, "distance": distances[name]}
     return None
 
 
@@ -160,7 +172,10 @@ def _difference_cause(
     second_fingerprints: Mapping[str, Fingerprint],
     differing: Sequence[str],
 ) -> str:
-    """Return the cause of a difference; empty if it is small, so that the cause may lie in an earlier step."""
+    """Return the cause of a difference; empty if the difference is small or in one element only.
+
+    The cause of such a difference may lie in an earlier step.
+    """
     share = f"{len(differing)} of {len(first_fingerprints)} parameters"
     if first.step == 0:
         return (
@@ -178,8 +193,9 @@ def _difference_cause(
     largest = max((abs(factor) for factor in known_factors), default=0.0)
     if len(known_factors) < len(factors) or max(known_factors) - min(known_factors) > PROPORTIONAL_TOLERANCE * largest:
         return (
-            f"no common factor ({share}): different samples, different random numbers, counts that differ between "
-            "ranks or microbatches (a mean of means), or only one rank's gradient"
+            f"the gradients do not differ by one common factor ({share}). Possible causes: different samples, "
+            "different random numbers, counts that differ between ranks or microbatches (a mean of means), or only "
+            "one rank's gradient"
         )
     if largest == 0.0:
         return f"zero in one run only ({share}): a missing part of the loss, or a gradient that was cleared"
@@ -198,7 +214,7 @@ def _difference_cause(
 def _small_difference_cause(
     pairs: Sequence[tuple[Record, Record]], difference: Mapping[str, Any], unjudged: Collection[str]
 ) -> str:
-    """Return the cause of a small gradient difference: one element, an earlier difference of weights, or a factor."""
+    """Return the cause of a gradient difference that is small or in one element only."""
     size, name = difference["distance"], difference["parameter"]
     first, second = next(
         (left.gradients[name], right.gradients[name])

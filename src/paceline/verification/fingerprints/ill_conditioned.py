@@ -56,7 +56,10 @@ class IllConditionedCheck:
     def is_gradient_rounding(self, name: str, step: int) -> bool:
         """Return True if rounding explains the difference of a parameter's gradients in this step.
 
-        Both gradients, or their difference, are then as small as rounding, and no factor relates the two.
+        In half precision, a difference of a few machine epsilons of the gradients themselves is rounding. Otherwise the
+        gradients, or their difference, must be as small as the rounding errors of the gradients around them, and
+        neither gradient may be a multiple of the other by a factor that rounding does not explain. In half precision,
+        the difference must also not be an outlier.
         """
         first, second = (fingerprints[name] for fingerprints in self._gradients[step])
         eps = max(first.eps, second.eps)
@@ -85,9 +88,10 @@ class IllConditionedCheck:
     def _is_outlier(self, name: str, step: int, eps: float) -> bool:
         """Return True if this gradient differs far more than all others together.
 
-        In half precision, 16 machine epsilons are an eighth of the surrounding gradients, and many true gradients are
-        smaller. But rounding affects the other gradients too. So a difference is a fault if it is much larger than the
-        differences of the others, and larger than one epsilon of the norm of the whole gradient.
+        In half precision, 16 machine epsilons are a large share of the surrounding gradients: in bfloat16, an eighth.
+        Many true gradients are smaller. But rounding affects the other gradients too. So a difference is a fault if it
+        is much larger than the differences of the others, and larger than one epsilon of the norm of the whole
+        gradient.
         """
         distances, sizes = {}, []
         for key in self._gradients[step][0].keys() & self._gradients[step][1].keys():

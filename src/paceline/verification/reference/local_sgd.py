@@ -1,7 +1,8 @@
 """A one-process reference for local SGD: sites that train separately and synchronise at intervals, run in turn.
 
 It is the reference of `--update local` and `diloco`, written naively: full models in dictionaries, the outer step as a
-formula. It shares with the package only the steps at which each fragment is sent.
+formula. It shares two functions with the package: the one that assigns parameters to fragments, and the one that says
+at which steps each fragment is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

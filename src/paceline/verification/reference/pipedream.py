@@ -1,8 +1,8 @@
 """A one-process reference for pipelines without flush, which run each microbatch on weights of several versions.
 
 It is the reference of `--update pipedream` and `2bw`, written naively: it keeps the full model after every update and
-assembles, before each microbatch, the weights that the stages would use. It shares with the package only the rule that
-numbers weight versions.
+assembles, before each microbatch, the weights that the stages would use. From the package it takes the rule that
+numbers weight versions, and the stage of each parameter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

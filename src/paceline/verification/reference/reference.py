@@ -1,7 +1,8 @@
 """The reference: a naive one-process run with which every layout is compared.
 
-It shares no code with the loader, the step or the parallelism. It shares only two definitions: the order of samples,
-and the keys of the random streams.
+It is written without the loader, the step and the parallelism, so that it does not repeat their faults. It shares two
+definitions with them: the order of samples, and the keys of the random streams. It also shares small helpers, such as
+the function that lists the normalisation layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -88,10 +89,10 @@ class ReferenceGradient:
     samples: list[tuple[int, ...]]
     """The indices of the samples, by microbatch."""
     contributions: list[dict[str, Tensor]] = field(default_factory=list)
-    """If requested, the gradients of each microbatch before that division.
+    """If requested, the gradients of each microbatch before the division by `divisor`.
 
-    If the global counts are known before backward (`count=`, or a loss over the batch), they are already divided, and
-    `divisor` is 1.
+    If the global counts are known before backward (`count=`, or a loss over the batch), backward already gives
+    gradients that are divided by these counts, and `divisor` is 1.
     """
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     """If requested, the buffers after each microbatch."""
@@ -100,7 +101,11 @@ class ReferenceGradient:
     max_abs: dict[str, float] = field(default_factory=dict)
     """For exact mode, the largest element of a microbatch's gradient, by parameter."""
     empty_terms: list[str] = field(default_factory=list)
-    """The terms without a target that prevent a step: `train` stops there, or skips the step."""
+    """The terms without a target that prevent a step.
+
+    In such a step `train` stops, or skips the step if `train.on_nonfinite` is "skip". A term that counts as zero
+    (`on_empty`) prevents nothing, and is not listed.
+    """
 
     @property
     def counts_text(self) -> str:

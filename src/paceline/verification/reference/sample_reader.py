@@ -1,6 +1,7 @@
 """A naive reader of a batch's samples, without loader, workers or cursor.
 
-It shares only two definitions with the loader: the order of samples, and the keys of the random streams.
+It shares two definitions with the loader: the order of samples, and the keys of the random streams. If there are data
+workers, it also uses the loader's class for a process that reads data (`DataProcess`).
 """
 
 import random
@@ -66,7 +67,8 @@ class SampleReader:
         self._drop_last = drop_last
         is_stream = isinstance(data, IterableDataset)
         self.is_indexed = not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        # the random generators are seeded before each sample, or else before each microbatch
+        # True: the random generators are seeded before each sample, and for a stream also before each collation.
+        # False: they are seeded before each microbatch, and for a stream never.
         self._seeds_samples = sample_seeds == "always" or (
             sample_seeds == "auto" and (not self.is_indexed or self._draws_random_numbers())
         )
@@ -149,7 +151,10 @@ class SampleReader:
 
 
 class SampleReaderProcess:
-    """A `SampleReader` in a separate process: a process that forks data workers must not read the data itself."""
+    """A `SampleReader` in a separate process.
+
+    The current process must not read the data itself if it forks data workers.
+    """
 
     def __init__(self, *, job: Job, workers: int, **options: Any) -> None:
         source = read_source(job.train_data, collate=job.collate, order=job.order, workers=workers, name="train_data")

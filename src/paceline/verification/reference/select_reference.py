@@ -19,9 +19,12 @@ from paceline.verification.reference.pipedream import PipeDreamReference, PipeDr
 from paceline.verification.reference.reference import Reference
 from paceline.verification.rung_result import RungResult
 
-_FLOAT64_DRIFT = 1e-6  # the allowed `WeightDrift.fraction` in float64, where rounding seldom changes an element
+# The allowed `WeightDrift.fraction` in float64. There, rounding errors seldom change what the compression does with an
+# element: whether it is selected, and to which value it is quantised.
+_FLOAT64_DRIFT = 1e-6
 _COMPRESSION_FAULTS = (
-    "a different selection, scale or factor, error feedback lost or counted twice, samples, loss, evaluation"
+    "a different selection, scale or factor; error feedback lost or counted twice; "
+    "different samples, loss or evaluation"
 )
 
 
@@ -31,7 +34,7 @@ class RuleReference:
     `rules_out` lists the errors that a comparison of independent runs would find.
     """
 
-    rules_out: ClassVar[str] = "different weights for a microbatch than the rule's, gradients, loss, or evaluation"
+    rules_out: ClassVar[str] = "wrong gradients, loss or evaluation; a microbatch on weights of a wrong version"
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         """Return the constructor of the reference."""
@@ -64,7 +67,7 @@ class _PipeDreamComparison(RuleReference):
 
 
 class _LocalSgdComparison(RuleReference):
-    rules_out = "samples, gradients or optimizer of a site, different synchronisation than the rule's, or evaluation"
+    rules_out = "wrong samples, gradients or optimizer of a site; wrong synchronisation; wrong evaluation"
 
     @override
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:

@@ -19,22 +19,27 @@ from paceline.torch_internals.private_api import CallInterceptor
 class ExternalRead:
     """A read, outside the model, of a value that was made inside the model.
 
-    `operation` and `unit` made the value, and `where` is the line that reads the value.
+    `operation` made the value, in the module `module_name` ("" outside of all listed modules). `where` is the line that
+    reads the value.
     """
 
     operation: str
-    unit: str
+    module_name: str
     where: str
 
 
-def find_external_reads(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
+def find_external_reads(
+    model: nn.Module, *, module_names: Sequence[str], call: Callable[[], Any]
+) -> tuple[ExternalRead, ...]:
     """Run `call`, the model's forward and loss on one example, without side effects, and return the external reads.
+
+    `module_names` lists the modules that an external read can name. None of them is split over several stages.
 
     Raises:
         LayoutError: the model is called twice.
     """
     recorder = _ReadRecorder()
-    interceptors = [CallInterceptor(model.get_submodule(name), recorder.unit_handler(name)) for name in units]
+    interceptors = [CallInterceptor(model.get_submodule(name), recorder.module_handler(name)) for name in module_names]
     interceptors.append(CallInterceptor(model, recorder.handle_model_call))
     try:
         with side_effect_free(model), torch.no_grad(), OpObserver(recorder.record_operation):
@@ -45,17 +50,17 @@ def find_external_reads(model: nn.Module, *, units: Sequence[str], call: Callabl
     return tuple(recorder.reads)
 
 
-def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_units: Collection[str]) -> None:
+def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_modules: Collection[str]) -> None:
     """Raise for reads of values that are not made on the last stage, where the loss runs.
 
     Raises:
         LayoutError: such a read exists; the message names the value and the line.
     """
     for read in reads:
-        if read.unit not in last_stage_units:
+        if read.module_name not in last_stage_modules:
             raise LayoutError(
-                f"the loss reads a value ({read.operation}) made in {read.unit or 'the forward'}, but the model does "
-                "not return it.",
+                f"the loss reads a value ({read.operation}) made in {read.module_name or 'the forward'}, but the model "
+                "does not return it.",
                 where=read.where,
                 cause="an auxiliary loss or features, stored on a module, in a list or by a hook: the loss runs on the "
                 "last stage, which does not have values that other stages store",
@@ -79,10 +84,10 @@ class _ReadRecorder:
 
     def __init__(self) -> None:
         self.reads: list[ExternalRead] = []
-        self._origins = WeakIdKeyDictionary()  # storage -> (operation, unit)
+        self._origins = WeakIdKeyDictionary()  # storage -> (operation, module name)
         self._is_inside_model = False
         self._is_model_called = False
-        self._current_unit = ""
+        self._current_module_name = ""
 
     def handle_model_call(self, original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Handle the call of the model; forget the origins of its output, which all code may read."""
@@ -95,15 +100,15 @@ class _ReadRecorder:
             self._origins.pop(_storage(tensor), None)
         return output
 
-    def unit_handler(self, name: str) -> Callable[..., Any]:
-        """Return the handler for calls of a unit, which sets the current unit."""
+    def module_handler(self, name: str) -> Callable[..., Any]:
+        """Return the handler for calls of a listed module; during a call, this is the current module."""
 
         def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            outer_unit, self._current_unit = self._current_unit, name
+            outer_name, self._current_module_name = self._current_module_name, name
             try:
                 return original_call(*args, **kwargs)
             finally:
-                self._current_unit = outer_unit
+                self._current_module_name = outer_name
 
         return handle_call
 
@@ -114,12 +119,16 @@ class _ReadRecorder:
             input_storages = {id(_storage(tensor)) for tensor in inputs}
             for _, tensor in tensors_in(result):
                 if id(storage := _storage(tensor)) not in input_storages:
-                    self._origins[storage] = operation.overloadpacket.__name__, self._current_unit
+                    self._origins[storage] = operation.overloadpacket.__name__, self._current_module_name
             return
         for tensor in inputs:
-            name, unit = self._origins.pop(_storage(tensor), ("", ""))
-            if name:
-                self.reads.append(ExternalRead(operation=name, unit=unit, where=str(current_user_line() or "")))
+            operation_name, module_name = self._origins.pop(_storage(tensor), ("", ""))
+            if operation_name:
+                self.reads.append(
+                    ExternalRead(
+                        operation=operation_name, module_name=module_name, where=str(current_user_line() or "")
+                    )
+                )
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -25,7 +25,7 @@ from paceline.parallel.pipeline.stage_io import (
     unflatten_output,
 )
 from paceline.torch_internals.private_api import CallInterceptor, is_in_backward, running_autograd_function
-from paceline.torch_internals.rng import DisabledDropout
+from paceline.torch_internals.rng import InitiallyZeroDropout
 
 
 @dataclass(kw_only=True)
@@ -88,7 +88,7 @@ class Stages:
         self.owned_stages = tuple(owned_stages)
         self.on_forward_end: list[Callable[[], None]] = []
         self._current_run: _StageRun | None = None
-        self._disabled_dropout = DisabledDropout(model)
+        self._initially_zero_dropout = InitiallyZeroDropout(model)
         self._device = device or next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = [modules[name] for name in split.blocks]
@@ -123,7 +123,9 @@ class Stages:
         previous stage's output; its tensors have `requires_grad` if gradients flow back.
 
         Raises:
-            JobError: the forward ended without reaching the stage's last block.
+            JobError: the forward ended without calling any block.
+            LayoutError: the forward called the blocks in another order than expected, ended before the stage's last
+                block, or uses autograd in a way that stages don't support.
         """
         if stage not in self.owned_stages:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.owned_stages)}.")
@@ -286,7 +288,9 @@ class Stages:
         tensors += [run.skip_values[index] for index in run.stage.sent_skips]
         if self.model.training:
             next_stage = self.split.stages[run.stage.index + 1]
-            has_rng_state = next_stage.has_rng_state_input or self._disabled_dropout.is_any_enabled()
+            # dropout that was 0 when the model was split has no random stream of its own: if it is positive now, it
+            # draws from the microbatch's stream, which the next stage must continue
+            has_rng_state = next_stage.has_rng_state_input or self._initially_zero_dropout.has_positive_rate()
         else:  # in evaluation, blocks have no random streams of their own and share one generator
             has_rng_state = run.start_rng_state is not None and not torch.equal(
                 device_rng_state(tensors[0].device), run.start_rng_state

@@ -40,7 +40,10 @@ def suggest_split(
 def _find_bounds(
     trace: ForwardTrace, num_stages: int, try_split: Callable[[ForwardTrace, Bounds], object]
 ) -> Bounds | None:
-    """Return the most even bounds for which `try_split` succeeds, or None."""
+    """Return bounds with which `try_split` succeeds, or None.
+
+    Only the first `_MAX_TRIES` possible bounds, in lexicographic order, are tried; the most even of them come first.
+    """
     num_blocks = len(trace.blocks)
     candidates = [
         (0, *inner, num_blocks) for inner in islice(combinations(range(1, num_blocks), num_stages - 1), _MAX_TRIES)

@@ -22,7 +22,7 @@ from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
 _MIN_UNITS_PER_STAGE = 2
-"""A module with more than 1/2 of a stage's share of the parameters is split into its children, to balance stages."""
+"""If no blocks are listed, modules with more than 1/2 of a stage's share of the parameters are split into children."""
 
 _RecordedCall = tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]
 """The positional and the keyword arguments of a call, and whether each module was in training mode."""
@@ -51,9 +51,10 @@ def plan_graph(
     """Plan the split of a model along its exported graph.
 
     `call` runs the forward (and loss) on one example microbatch. If the model is on the meta device, the microbatch is
-    on `device`, and `deferred_model` provides the values. `blocks` names the modules between whose calls a stage may
-    end, and `bounds` the number of their calls in each stage. Without `bounds`, the stages are balanced by the numbers
-    of parameters, or by the seconds of each module, which `time_modules` returns.
+    on `device`, and `deferred_model` runs `call`; if the forward needs the parameters' values, `call` is run again with
+    these values. `blocks` names the modules between whose calls a stage may end, and `bounds` gives the number of these
+    calls in each stage. Without `bounds`, the stages are balanced by the modules' numbers of parameters or, with
+    `time_modules`, by the seconds that it returns for each module.
 
     Raises:
         LayoutError: the forward can't be exported, has fewer calls than stages, or needs a value that can't be sent;
@@ -65,7 +66,7 @@ def plan_graph(
         module.training = module_modes[name]
     listed_blocks = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
     units = tuple(_unit_names(model, num_stages, listed_blocks))
-    find_reads = partial(find_external_reads, model, units=units, call=call)
+    find_reads = partial(find_external_reads, model, module_names=units, call=call)
     external_reads = find_reads() if deferred_model is None else deferred_model.run_without_values(find_reads)
     graph = export_graph(empty_model, args, kwargs, units=units)
     block_steps = [index for index, step in enumerate(graph.steps) if _is_block_call(model, step, listed_blocks)]
@@ -78,7 +79,7 @@ def plan_graph(
         chosen_bounds = balanced_bounds(num_stages, called_blocks, _block_weights(called_blocks, time_modules))
     split = split_graph(model, graph, units=units, block_steps=block_steps, bounds=chosen_bounds)
     *earlier_modules, last_modules = (part.modules for part in split.stages)
-    refuse_external_reads(external_reads, last_stage_units=last_modules.difference(*earlier_modules))
+    refuse_external_reads(external_reads, last_stage_modules=last_modules.difference(*earlier_modules))
     return GraphPlan(split=split, empty_model=empty_model, has_print_calls=graph.has_print_calls)
 
 
@@ -115,8 +116,10 @@ def _record_first_call(model: nn.Module, call: Callable[[], Any]) -> _RecordedCa
 def _unit_names(model: nn.Module, num_stages: int, listed_blocks: Collection[str]) -> Iterator[str]:
     """Yield the names of the units, which are the modules that a stage boundary never splits.
 
-    The children of the model are units. A child that is too large for balanced stages, or that contains a listed block,
-    is opened: its own children replace it.
+    The children of the model are units, except that some children are opened: their own children replace them. A
+    child is opened if it is an `nn.ModuleList` or `nn.ModuleDict`, or if it contains a listed block. If no block is
+    listed, a child that is too large for balanced stages is opened too, unless it is a module of torch or has hooks.
+    Listed blocks and repeated blocks with dropout are never opened.
     """
     max_numel = sum(p.numel() for p in model.parameters()) / (_MIN_UNITS_PER_STAGE * num_stages)
     visited: set[int] = set()
@@ -185,8 +188,9 @@ def _block_weights(
 def _too_few_blocks(num_stages: int, blocks: Sequence[Block]) -> LayoutError:
     names = ", ".join(block.name for block in blocks[:3]) or "none"
     return LayoutError(
-        f"{num_stages} stages, but the forward calls only {len(blocks)} modules that hold parameters "
+        f"{num_stages} stages, but the forward makes only {len(blocks)} module calls to divide among them "
         f"({names}{', ...' * (len(blocks) > 3)}).",
-        cause="each stage needs its own module call; parameters used outside a module are not cut points",
+        cause="each stage needs a call of a block that place.blocks lists or, if it lists none, of a module with "
+        "parameters; parameters used outside a module are not cut points",
         hint=f"a smaller pp or virtual: {len(blocks)} stages at most; or --layout fsdp",
     )

@@ -37,7 +37,9 @@ _METADATA_ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
 def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
-    """Return the graph of the forward on these arguments; calls of `units` are steps. The model does not change.
+    """Return the graph of the forward on these arguments; calls of `units` are steps.
+
+    `model` is a memoryless copy. Afterwards, it may keep hooks and attribute values from the forward.
 
     Raises:
         LayoutError: the forward can't be exported; the message gives the line in the user's code.

@@ -79,9 +79,11 @@ class ModeChangeCheck:
 
     @contextmanager
     def require_observing_hooks(self) -> Iterator[None]:
-        """Raise if hooks that the first forward added do more than observe a second forward inside this context.
+        """Raise if a hook that the first forward added does more than observe; the `with` body runs a second forward.
 
-        The exported graph contains the values that such hooks store, and a stage has no hooks.
+        Hooks that only observe are accepted: the exported graph contains the values that they store. The forward added
+        all these hooks to a copy of the model, so the modules of the stages do not have them, and a change that a hook
+        makes would be lost there.
 
         Raises:
             LayoutError: a hook changes something, or is a backward hook.

@@ -1,8 +1,8 @@
 """Stages of a model without a chain of blocks: each runs its steps of the exported graph, with the model's modules.
 
-The stage's steps replace the model's forward, so the model's own hooks run. After the last step, an exception ends the
-user's forward. For new shapes, constants or modes (train or eval), the graph is exported again from a memoryless copy
-of the model.
+The stage's steps replace the model's forward, so the model's own hooks run. On the last stage, the user's forward then
+continues with the model's output. On every other stage, an exception ends the user's forward after the stage's steps.
+For new shapes, constants or modes (train or eval), the graph is exported again from a memoryless copy of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class _SplitGraph:
 
 
 class _StageEnd(BaseException):
-    """The signal that the stage's last step has run.
+    """The signal that a stage other than the last has run its steps.
 
     It is not an `Exception`, so that no `except Exception` in a forward catches it.
     """

@@ -118,7 +118,11 @@ def _getitem(call: FunctionCall) -> Any:
 
 
 def _normalize_index(index: Any) -> Any:
-    """Convert a list to an index tensor. Raise `NoRule` for other kinds of indices, such as `range`."""
+    """Return the index, or an index tensor for a list.
+
+    Raises:
+        NoRule: the index has no rule: a list that contains tensors, a uint8 mask, or another type, such as `range`.
+    """
     if isinstance(index, list) and not any(isinstance(i, Tensor) for i in tree_flatten(index)[0]):
         return torch.as_tensor(index)
     is_supported = index is None or index is Ellipsis or isinstance(index, int | slice | Tensor)
