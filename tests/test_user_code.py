@@ -16,7 +16,7 @@ import paceline.examples.text
 from paceline.errors import user_line
 from paceline.launch.failures.failure_record import failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.parallel.sharding.unit_guard import guard_forward
+from paceline.parallel.sharding.unit_guard import guard_sharded_forward
 from paceline.user_code import hide_paceline_frames, is_user_file
 
 
@@ -128,5 +128,5 @@ def test_what_the_user_says_of_a_dtensor_stays_the_users(line: str, tmp_path: Pa
     file.write_text(f"def forward():\n    {line}\n")
     space: dict[str, Any] = {}
     exec(compile(file.read_text(), str(file), "exec"), space)
-    with pytest.raises((AssertionError, TypeError)), guard_forward():
+    with pytest.raises((AssertionError, TypeError)), guard_sharded_forward():
         space["forward"]()

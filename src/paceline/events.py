@@ -27,7 +27,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """The values of a logged step, over all ranks except for `sent_bytes`.
+    """The values of a logged step.
+
+    `memory_peak_gib`, `sent_bytes` and the fields that end in `_seconds` are measured on the first rank alone. With
+    synchronous updates, the other values cover all ranks.
 
     `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, only those to
     other sites); None if unknown.

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.measured_planning.timing.timing_cache import (
-    _SETTINGS_WITHOUT_EFFECT,
+    _SETTINGS_OUTSIDE_KEY,
     _key,
     apply_stored_timing,
     load_timings,
@@ -76,7 +76,7 @@ def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -
         for field in fields(group):
             changed = replace(now.settings, **{name: replace(group, **{field.name: "another"})})
             key = _key(replace(now, settings=changed), DRAWN.cluster)
-            is_same = name == "train" and field.name in _SETTINGS_WITHOUT_EFFECT
+            is_same = name == "train" and field.name in _SETTINGS_OUTSIDE_KEY
             assert (key in keys) == is_same, f"{name}.{field.name}"
             keys.add(key)
 

@@ -131,9 +131,11 @@ def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failur
 
 
 def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """Return the cost model with the memory that is available here as limit.
+    """Return the cost model with a memory limit that is below the forecast for the layout that failed.
 
-    If the rank used more memory than forecast, the limit is divided by the ratio of used to forecast memory.
+    The limit is a share of this forecast. If less memory than this forecast was available to the failed rank, the limit
+    is a share of the available memory. If the rank used more memory than forecast, the available memory is first
+    divided by the ratio of used to forecast memory.
     """
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve

@@ -244,7 +244,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class _PendingReceive:
-    """A receive that is complete when `wait` returns."""
+    """A receive that happens in `wait`. `is_completed` is always False; callers use it only for sends."""
 
     wait: Callable[[], object]
 

@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import enable_compile_errors
 from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 Report = Callable[[str], None]
-_NUM_GUARDED_CALLS = 2  # the first calls compile; if one fails, buffers are restored
+_NUM_GUARDED_CALLS = 2  # the first calls of the compiled forward compile it; if one fails, buffers are restored
 
 
 def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] | None = None) -> Undo:
@@ -41,7 +41,10 @@ def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] 
 
 
 class CompiledForward:
-    """A forward that is compiled at its first call; after a failure, all calls run the original forward."""
+    """A forward that runs compiled; after a failure, all calls run the original forward.
+
+    The first call in training mode and the first call in eval mode run uncompiled, to check for writes to buffers.
+    """
 
     def __init__(self, *, name: str, block: nn.Module, forward: Callable[..., Any], report: Report) -> None:
         self.__wrapped__ = self._uncompiled = forward

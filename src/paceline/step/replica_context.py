@@ -20,7 +20,7 @@ from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.parallel.sharding.unit_guard import guard_forward
+from paceline.parallel.sharding.unit_guard import guard_sharded_forward
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.step.step_totals import TotalsBuilder
@@ -128,10 +128,16 @@ class ReplicaContext:
 
     @cached_property
     def forward_contexts(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
-        """Functions that return the contexts in which a forward and its loss run. The list has only those needed."""
+        """Functions that return the contexts in which a forward and its loss run. The list has only those needed.
+
+        `guard_sharded_forward` replaces errors that sharding causes in a forward by clearer ones.
+        """
         mesh = self.worlds.mesh
         is_sharded = mesh.zero == 3 or mesh.tp > 1
-        return [*([guard_forward] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
+        return [
+            *([guard_sharded_forward] if is_sharded else []),
+            *([self.autocast] if self.precision in _AUTOCAST else []),
+        ]
 
     def make_totals_builder(self, *, reports_loss: bool) -> TotalsBuilder:
         """Return the builder of a step's totals over all ranks, with this rank's loss terms if `reports_loss`."""
@@ -160,7 +166,11 @@ class ReplicaContext:
 
     @contextmanager
     def zero_weight_context(self) -> Iterator[None]:
-        """Return a context for a microbatch of weight zero: running statistics and other buffers stay unchanged."""
+        """Return a context for a stand-in microbatch, which has the weight zero and must not change the training.
+
+        On exit, all buffers get back their old values. If BatchNorm is synchronized over ranks, buffers are not
+        restored. This rank's samples then have the weight zero in the joint statistics.
+        """
         if self.sync_bn_sample_weight is not None:
             self.sync_bn_sample_weight.weight = 0.0
         saved_buffers = (

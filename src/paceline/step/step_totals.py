@@ -186,7 +186,7 @@ class TotalsReduction:
             )
         if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._num_ranks:
             raise DesyncError(
-                f"rank {self._world.rank} read different data than the other ranks.",
+                "the ranks have read different data.",
                 cause=f"a stream: {NOT_SEEDED_CAUSE}, or depends on the rank",
                 hint=f"{SEED_HINT}; or give the dataset shard() and state_dict()",
             )

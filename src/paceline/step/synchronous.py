@@ -133,7 +133,7 @@ class SynchronousStep:
             self.replica.undo_reduction()
             self.replica.buffers.undo()
         else:
-            raise no_grid_error(step=self.steps_done + 1, attempts=MAX_ATTEMPTS)
+            raise no_grid_error(step=self.steps_done + 1, num_tries=MAX_ATTEMPTS)
         self._synchronize_buffers(reduction)
         end_time = time.perf_counter()
         return StepResult(

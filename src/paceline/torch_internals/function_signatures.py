@@ -125,7 +125,10 @@ _TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
     "dtype": _is_dtype,
     "out": lambda value: value is None,
 }
-"""Type checks by parameter, where they distinguish the forms of a function or an override relies on the type."""
+"""Type checks by parameter name.
+
+A parameter has a check if its type shows which form of a function is called, or if an override relies on its type.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

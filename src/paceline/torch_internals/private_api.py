@@ -1,4 +1,4 @@
-"""The only module that uses torch APIs that are not documented as public.
+"""Code that uses private torch APIs, which are not documented. `dispatch_modes.py` uses some more of them.
 
 Tested on torch 2.11 to 2.13:
 
@@ -11,7 +11,8 @@ Tested on torch 2.11 to 2.13:
 - the guards of compiled modules, and the exception of a failed compilation;
 - the unscaling of gradients by a loss scaler;
 - the key of a storage, a tensor's class, and a module's own dicts of parameters and buffers;
-- `Module._compiled_call_impl`, which `Module.__call__` calls first, `Module.compile` sets and copies omit;
+- `Module._compiled_call_impl`: `Module.__call__` calls it first, `Module.compile` sets it, and a copy of a module does
+  not have it;
 - wrapper subclasses, which are tensors without memory;
 - the capabilities of a processor.
 """

@@ -171,8 +171,8 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 class InitiallyZeroDropout:
     """The dropout modules whose rate was 0 when the model was split into stages.
 
-    The split assumes that they draw no random numbers. Their blocks do not start random streams, because that would
-    change the draws of one process.
+    The split assumes that these modules draw no random numbers, so their blocks do not start random streams. If they
+    did, training in one process would draw other numbers than it does now.
     """
 
     def __init__(self, model: nn.Module) -> None:

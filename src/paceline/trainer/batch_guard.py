@@ -1,4 +1,4 @@
-"""A guard that yields each batch of a run once, although the user may write several loops one after another."""
+"""A guard that gives each batch of a run one step, although the user may write several loops one after another."""
 
 from collections.abc import Iterator
 
@@ -60,7 +60,9 @@ class BatchGuard:
             f"this batch is not the latest one from run.batches(): it belongs to step {step}."
             if is_later_step
             else f"this batch was already stepped: it belongs to step {step}.",
-            cause="run.step(batch) twice on one batch, or on a batch kept from an earlier step",
+            cause="a batch from another run"
+            if is_later_step
+            else "run.step(batch) was called twice with one batch, or with a batch kept from an earlier step",
             hint="for batch in run.batches(): run.step(batch), once",
         )
 

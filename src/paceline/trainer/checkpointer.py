@@ -176,7 +176,8 @@ def build_rule_state(setup: TrainingSetup) -> RuleState:
 class Checkpointer:
     """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest.
 
-    `last_saved` is the step of the newest checkpoint that this run has saved or has resumed from, or -1.
+    `last_saved` is the step of the newest checkpoint in this run's folder that the run has saved or resumed from. It is
+    -1 if there is no such checkpoint.
     """
 
     def __init__(
@@ -305,7 +306,8 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
     Also return an event for each checkpoint that was refused.
 
     Raises:
-        CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints and all are refused.
+        CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints but none can be used. A
+            folder that has only unfinished saves counts as empty.
     """
     chosen_path: str | None = None
     refusals: list[tuple[str, str]] = []

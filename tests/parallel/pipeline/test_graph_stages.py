@@ -81,9 +81,9 @@ def test_stages_along_the_graph_are_the_whole_model(name: str, num_stages: int) 
 
 def test_a_border_is_where_the_fewest_bytes_are_alive() -> None:
     _, plan = planned("named", 2, bounds=[2, 2])
-    assert [(border.preceding_call, border.num_steps) for border in plan.split.boundaries] == [("fc2", 0)]
+    assert [(border.preceding_call, border.num_graph_steps) for border in plan.split.boundaries] == [("fc2", 0)]
     _, plan = planned("unet", 2, blocks=["one", "two", "middle", "up_two", "up_one"], bounds=[2, 3])
-    assert [(border.preceding_call, border.num_steps) for border in plan.split.boundaries] == [("two", 0)]
+    assert [(border.preceding_call, border.num_graph_steps) for border in plan.split.boundaries] == [("two", 0)]
     _, plan = planned("unet", 2, blocks=["one", "middle"], bounds=[1, 1])
     assert plan.split.boundaries[0].preceding_call == "one"
     assert plan.split.blocks == ("one", "middle")

@@ -15,7 +15,7 @@ from paceline.parallel.module_access.parameters import NamedParameter, trainable
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.row_shards import RowShard, make_row_shards, make_row_splits
 from paceline.parallel.sharding.shardability_check import merge_equal_groups
-from paceline.parallel.sharding.unit_guard import guard_forward
+from paceline.parallel.sharding.unit_guard import guard_sharded_forward
 from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.matrix_page import patterns, stands
@@ -58,10 +58,10 @@ class Sharded(FSDPModule, Unplaced):
 def test_a_copy_of_a_module_of_which_a_rank_has_parts_is_refused(way: str) -> None:
     module = Unplaced(4)
     module.__class__ = Sharded
-    with pytest.raises(LayoutError, match="the forward copies a module") as found, guard_forward():
+    with pytest.raises(LayoutError, match="the forward copies a module") as found, guard_sharded_forward():
         copy.copy(module) if way == "shallow" else copy.deepcopy(Whole())
     assert "call the module itself" in found.value.hint
-    with pytest.raises(TypeError, match="missing 1 required"), guard_forward():
+    with pytest.raises(TypeError, match="missing 1 required"), guard_sharded_forward():
         Unplaced()  # type: ignore[call-arg]  # the user's own mistake is the user's own
 
 

@@ -118,7 +118,7 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace(OPTION, OPTION + "        early_stopping=2,\n"))
     words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
     said = shop.train("run", *words, steps=100).out
-    assert "batch norm: over microbatches of 6, which depend on the number of ranks" in said
+    assert "batch norm: over microbatches of 6; this size changes the results" in said
     assert "stopped early" not in said
     saved = re.findall(r"saved \S*step-0*(\d+)[^|]*\| (\S+ KiB)", said)
     listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embed, self.position_embed = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
         self.dropout = nn.Dropout(DROPOUT)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
@@ -51,7 +51,7 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.embed(ids) + self.position_embed(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.head(self.norm(self.dropout(x)))

@@ -234,8 +234,8 @@ context.shard_batch = shard_batch
     Misplaced(
         name="positions from zero on each rank",
         layout="cp",
-        should="Each cp rank counts positions from 0: places.weight's gradient has nothing in the later rows.",
-        says=("places|position", r"\bcp\b|sequence"),
+        should="Each cp rank counts positions from 0: position_embed.weight's gradient has nothing in the later rows.",
+        says=("position", r"\bcp\b|sequence"),
         verdict="refused",
         code="""
 from paceline.parallel.context_parallel import sequence_sharding as context_cut

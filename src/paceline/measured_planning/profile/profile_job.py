@@ -135,16 +135,19 @@ def _profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProf
     )
 
 
-def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], part: str) -> Any:
-    """Return the result of `call`. If it fails, record the reason for a part of layouts in `refused`, return None."""
+def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], option: str) -> Any:
+    """Return the result of `call`. If it fails, record the reason in `refused[option]`, and return None.
+
+    `option` is an axis or an option that layouts then can't have, such as `tp`.
+    """
     try:
         return call()
     except PacelineError as error:
-        refused[part] = error.what
-    except Exception as error:  # an error in the job's own code: layouts without this part may work
+        refused[option] = error.what
+    except Exception as error:  # an error in the job's own code: layouts without this option may work
         if is_out_of_memory(error):
             raise
-        refused[part] = one_line_message(error)
+        refused[option] = one_line_message(error)
     return None
 
 

@@ -52,7 +52,7 @@ def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples:
 
 
 def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
-    """Return the batch with every tensor cut to `length` positions whose second dimension is `full_length`."""
+    """Return the batch. Each tensor whose second dimension is `full_length` is cut to `length` positions."""
 
     def shorten(tensor: Tensor) -> Tensor:
         return (

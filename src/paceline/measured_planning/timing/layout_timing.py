@@ -48,7 +48,7 @@ class _Trial:
     """A layout with a model of `blocks` blocks, ready to run steps.
 
     `seconds` are the times of this rank's counted steps, which began at `start_time`. `step_seconds` is the time of the
-    last steps, counted or not.
+    latest warm-up step on this rank or, on several machines, the mean of the latest counted steps.
     """
 
     candidate: str
@@ -193,8 +193,8 @@ def _time_group(
 def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout:
     """Return the rejection of a layout for an error that every rank has raised.
 
-    Raise the error again if not every rank has raised one, or if it does not depend on the layout: data can't be read,
-    or memory ran out.
+    Raise the error again, which ends the timing, if data can't be read, if memory ran out, or if not every rank has
+    raised an error.
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_ranks_arrive(world, candidate):
         raise error

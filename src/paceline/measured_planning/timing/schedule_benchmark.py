@@ -31,9 +31,9 @@ class MeasuredSchedule:
 
 
 def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedule | None:
-    """Record a few steps, and return the one with the median bubble on rank 0. Every rank calls this.
+    """Record a few steps. Return the step whose bubble is the median. Every rank calls this.
 
-    Return None on other ranks, and without a pipeline. All ranks are processes of one machine, so `time.perf_counter`
+    Rank 0 gets the result. Other ranks get None, and so do all ranks if there is no pipeline. All ranks are processes of one machine, so `time.perf_counter`
     is the same clock for all.
     """
     forward_backward, world = session.setup.step.forward_backward, session.world
@@ -99,19 +99,19 @@ def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
 
 
 def median_costs(measured: Timeline, program: Program) -> Costs:
-    """Return the median time of each operation at each stage. Messages take no time."""
+    """Return the median time of each operation at each stage, in the unit of `measured`. Messages take no time."""
 
-    def median_seconds(op: Op) -> list[float]:
-        seconds: list[list[float]] = [[] for _ in range(program.num_stages)]
+    def median_durations(op: Op) -> list[float]:
+        durations: list[list[float]] = [[] for _ in range(program.num_stages)]
         for span in measured.compute_spans:
             if span.action.op is op:
-                seconds[span.action.stage].append(span.seconds)
-        return [median(stage_seconds) if stage_seconds else 0.0 for stage_seconds in seconds]
+                durations[span.action.stage].append(span.seconds)  # in ms if the spans are in ms
+        return [median(stage_durations) if stage_durations else 0.0 for stage_durations in durations]
 
     has_full_backward = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
     return Costs(
-        forward=median_seconds(Op.FORWARD),
-        backward_input=median_seconds(Op.BACKWARD_INPUT),
-        backward_weight=median_seconds(Op.BACKWARD_WEIGHT),
-        backward=median_seconds(Op.BACKWARD) if has_full_backward else None,
+        forward=median_durations(Op.FORWARD),
+        backward_input=median_durations(Op.BACKWARD_INPUT),
+        backward_weight=median_durations(Op.BACKWARD_WEIGHT),
+        backward=median_durations(Op.BACKWARD) if has_full_backward else None,
     )

@@ -1,7 +1,8 @@
 """A cache of step times that plans have measured. `--layout auto` and the forecast of a run use it.
 
-The key contains the job, ranks, machine, Paceline's version and the settings that affect the time of a step. An entry
-is valid as long as the model's profile does not change. Times of ranks on several machines are not stored, because the
+The key of an entry contains the job, the ranks, the machine, Paceline's version and settings. It leaves out settings
+that do not affect the time of a step. It also leaves out the microbatch size, which each timed candidate contains. An
+entry is valid as long as the model's profile does not change. Times of ranks on several machines are not stored, because the
 links between machines change.
 """
 
@@ -33,7 +34,7 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, ma
 from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
-_SETTINGS_WITHOUT_EFFECT = (  # of `train`: not part of the key
+_SETTINGS_OUTSIDE_KEY = (  # of `train`
     "steps",
     "epochs",
     "samples",
@@ -46,9 +47,10 @@ _SETTINGS_WITHOUT_EFFECT = (  # of `train`: not part of the key
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTimings:
-    """A cost model that excludes the layouts which were refused during timing, and the timed layouts, if any.
+    """The timings of earlier plans; empty if there are none.
 
-    `options` are the estimates to choose from, with measured times where known. `timed` has the measured times by
+    `forecast` is the cost model. It excludes the layouts that these plans refused. `options` are the estimates to
+    choose from, with measured times where known. `timed` has the measured times by
     candidate. `typical_ratio` is the median ratio of measured to forecast times.
     """
 
@@ -149,7 +151,7 @@ def _is_same_device(first: Cluster, second: Cluster) -> bool:
 
 def _key(prepared_job: PreparedJob, cluster: Cluster) -> str:
     settings = prepared_job.settings
-    train = {name: value for name, value in asdict(settings.train).items() if name not in _SETTINGS_WITHOUT_EFFECT}
+    train = {name: value for name, value in asdict(settings.train).items() if name not in _SETTINGS_OUTSIDE_KEY}
     other_settings = [train, asdict(settings.place), asdict(settings.data), settings.log.statistics]
     machine = cache_file(machine_fingerprint(ranks=cluster.ranks, device=cluster.device.kind)).name
     text = json.dumps([stored_plan_key(prepared_job), machine, version("paceline"), other_settings])

@@ -25,8 +25,8 @@ class KVCaches:
     def with_copied_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with a shallow copy of each cache, for one run.
 
-        Caches are not left out here, because without a cache tensors have a different memory layout, in which kernels
-        may sum in a different order.
+        Caches are not left out here. If there is no cache, the memory layout of tensors is different, and kernels may
+        then sum in a different order.
         """
         return [_copy_caches(value) for value in args], {name: _copy_caches(value) for name, value in kwargs.items()}
 

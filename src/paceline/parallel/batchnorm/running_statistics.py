@@ -5,7 +5,8 @@ runs all microbatches in order needs no correction. If several ranks run the mic
 the values before the step, and the values after each call are recorded on a tape. An update is linear: new = (1 - w) *
 old + w * batch. So the result for one old value follows from the result for another. At the end of the step all tape
 rows are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and
-any assignment of microbatches.
+any assignment of microbatches. The statistics of a process that needs no correction may differ from it by rounding,
+because they are not computed from a tape. In exact mode, such a process uses a tape too.
 
 If a forward reads or changes state of earlier microbatches, the update is not linear. Then the step is rerun, and the
 ranks run their forwards sequentially (`sequential_forwards`).
@@ -114,7 +115,7 @@ class StatisticsRecorder:
         return self._relay is not None
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step; in a rerun, first restore the statistics, and the numbers in module attributes.
+        """Start a step; in a rerun, first restore the statistics and the counters (`forward_counters`) of modules.
 
         `num_micro` is the number of microbatches of all ranks together; if it is 0, no forward waits for another.
         """
@@ -186,7 +187,7 @@ class StatisticsRecorder:
 
         Raises:
             DesyncError: a norm is in training mode on some ranks and in eval mode on others.
-            JobError: statistics were written or used in a way that a single rank can't reproduce.
+            JobError: a norm depends on the order of microbatches, and ranks can't run their forwards in that order.
         """
         self._accesses.is_armed = False
         if self._numbers is not None:
@@ -284,7 +285,7 @@ class StatisticsRecorder:
         norm_tape.is_bypassed = True  # stays set, because only the first step compares values
 
     def _gather_calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
-        """Return each norm's calls on all ranks, and whether the numbers in module attributes changed as expected."""
+        """Return each norm's calls on all ranks, and whether the modules' counters changed as expected."""
         assert self._numbers is not None
         table = torch.zeros(len(self._norm_tapes) + 1, 2 * num_micro + _NUM_FLAGS, dtype=torch.int64)
         table[-1, 0] = int(not self._numbers.changed_as_expected(is_relayed=self._is_relayed))

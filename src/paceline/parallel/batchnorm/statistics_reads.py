@@ -159,7 +159,8 @@ def _is_package_code(frame: FrameType) -> bool:
 def _is_forwarded(frame: FrameType | None) -> bool:
     """Return whether a dispatch mode forwards an operation to its kernel.
 
-    The call of this operation has already been checked, except in a norm's own backward, which may read statistics.
+    Such an operation needs no further check. Either the call of the operation has already been checked, or it is part
+    of a norm's own backward, where reads of statistics are allowed.
     """
     caller = frame
     while caller is not None and caller.f_code.co_filename == _TORCH_OPS_FILE:

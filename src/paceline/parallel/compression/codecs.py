@@ -1,4 +1,8 @@
-"""Codecs, which pack the numbers of gradients into bytes. Each row of a packed tensor is sent to one rank."""
+"""Codecs, which pack the numbers of gradients into bytes.
+
+A packed tensor has either one row for each rank, which is sent to that rank, or a single row, which is sent to all
+ranks.
+"""
 
 from typing import Protocol
 
@@ -56,7 +60,7 @@ class BlockScaledCodec:
         self._dtype = torch.float16 if is_float else torch.int8
 
     def pack(self, values: Tensor) -> Tensor:
-        """Pack the scales of a row, followed by its numbers."""
+        """Pack each row as the scales of its blocks, followed by its numbers."""
         blocks = values.view(len(values), -1, self.block)
         scale = (_float16_scale if self._is_float else _int8_scale)(blocks.abs().amax(-1))
         divisor = torch.where(torch.isfinite(scale) & (scale > 0.0), scale, 1.0).to(values.dtype)

@@ -113,7 +113,10 @@ def scale_near_one(basis: Tensor) -> Tensor:
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a parameter as a matrix: its first dimension, and all others."""
+    """Return the number of rows and columns of a parameter as a matrix.
+
+    The rows are the first dimension, and the columns are all other dimensions together. A vector is a single row.
+    """
     rows = parameter.shape[0] if parameter.dim() > 1 else 1
     return rows, parameter.numel() // rows if rows else 0
 

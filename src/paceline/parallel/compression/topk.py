@@ -74,7 +74,7 @@ class TopKBucket:
 
 
 def largest_element_indices(values: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` elements of largest magnitude, in order; NaN counts as infinite."""
+    """Return the ascending indices of the `count` elements of largest magnitude; NaN is treated as infinite."""
     if count >= len(values):
         return torch.arange(len(values), device=values.device)
     magnitudes = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)

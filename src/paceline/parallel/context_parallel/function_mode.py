@@ -2,9 +2,10 @@
 
 The mode replaces the functions that depend on the full sequence. `F.scaled_dot_product_attention` becomes ring
 attention. `torch.arange(length of the shard)` returns the positions of the shard, and `table[:, :length of the shard]`
-of a parameter or buffer returns the rows of these positions. `F.pad` and convolutions along the sequence read the
-neighbouring positions. Dropout draws a mask for the full sequence and applies this rank's shard of the mask. All other
-functions are unchanged. Most of them treat each position separately; `check_context` detects those that do not.
+of a parameter or buffer returns the rows of these positions. A convolution along the sequence reads the neighbouring
+positions from other ranks, also after an `F.pad`. Dropout draws a mask for the full sequence and applies this rank's
+shard of the mask. All other functions are unchanged. Most of them treat each position separately; `check_context`
+detects those that do not.
 """
 
 import math
@@ -116,7 +117,8 @@ class ContextParallelMode(TorchFunctionMode):
         batch, num_heads = query.shape[:2]
         group_size = num_heads // key.shape[1] if enable_gqa else 1
         if group_size > 1 and self._has_padding:
-            # transformers repeats the key heads on ranks with padding only, but the ring needs equal shapes.
+            # On a rank that has padding, transformers itself has already repeated the key heads. Ranks without padding
+            # repeat them here, because the ring needs equal shapes on all ranks.
             key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
             group_size = 1
         key, value = (t.expand(batch, num_heads // group_size, *t.shape[-2:]) for t in (key, value))

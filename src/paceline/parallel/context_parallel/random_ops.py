@@ -20,8 +20,8 @@ from paceline.torch_internals.function_signatures import bind_arguments
 
 _LIBRARY_FILES = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
 _HINT = (
-    "nn.Dropout or F.dropout, which draw for the whole sequence (to drop whole tokens: on torch.ones(batch, sequence, "
-    "1)); one draw per sample; numbers drawn in the dataset; or leave cp out"
+    "use nn.Dropout or F.dropout, which draw for the whole sequence (to drop whole tokens, apply F.dropout to "
+    "torch.ones(batch, sequence, 1)); or draw one number per sample; or draw the numbers in the dataset; or leave cp out"
 )
 
 
@@ -34,15 +34,15 @@ class RandomOp:
 
 
 class NoAttentionDropout(TorchFunctionMode):
-    """A mode that turns attention dropout off.
+    """A mode that turns off the dropout of `F.scaled_dot_product_attention`.
 
-    Attention dropout needs no check, because each rank draws it for the full sequence. A check would also need a random
-    number for each pair of positions.
+    This dropout needs no check, because each rank draws it for the full sequence. A check would also need a random
+    number for each pair of positions. The dropout of `nn.MultiheadAttention` stays on.
     """
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call the function, with a dropout rate of zero in attention."""
+        """Call the function. If it is `F.scaled_dot_product_attention`, call it with a dropout rate of zero."""
         is_attention = func is F.scaled_dot_product_attention
         arguments = bind_arguments("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
         return func(*args, **(kwargs or {})) if arguments is None else func(**arguments | {"dropout_p": 0.0})

@@ -146,7 +146,8 @@ def shard_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: in
     """Return a rank's shard of a batch, which is a tensor, a dict, a tuple or a list.
 
     `sequence` maps the name of an entry to its sequence dimension; entries of a tuple or list have the names "0", "1",
-    ... . Another tensor is sharded too if its shape is equal to that of a named entry up to the sequence dimension.
+    ... . Another tensor is sharded too if it and a named entry have equal sizes in the sequence dimension and in all
+    dimensions before it.
     With `shift_labels`, the entry `labels` is first shifted one position to the left over the full sequence. The last
     label of each shard is then correct; that of the full sequence is the ignored label -100.
     """

@@ -165,7 +165,9 @@ class ExactReducer:
         """Do nothing: the hooks have already added the gradients."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Sum over ranks and set each `.grad`; if a gradient did not fit, choose new exponents and return False.
+        """Sum over ranks and set each `.grad`. If a gradient did not fit, set none of them and return False.
+
+        In both cases, choose new exponents from the gradient magnitudes of this step.
 
         Raises:
             RunError: a gradient is too large for any exponent; raised on every rank.
@@ -283,10 +285,11 @@ def check_magnitude(name: str, magnitude: float) -> None:
         )
 
 
-def no_grid_error(*, step: int, attempts: int) -> RunError:
-    """Return the error for a step whose gradient magnitudes differed in each attempt."""
+def no_grid_error(*, step: int, num_tries: int) -> RunError:
+    """Return the error for a step that was computed `num_tries` times, each time with other gradient magnitudes."""
     return RunError(
-        f"step {step}: exact mode found no grid: gradients had a different magnitude in each of {attempts} runs.",
+        f"step {step}: exact mode found no grid: this step was computed {num_tries} times, and each time its gradients "
+        "had a different magnitude.",
         cause="a forward or a loss that gives different values for the same batch: a counter, a clock",
         hint="return the same values for the same weights and batch, or leave --train.exact out",
     )

@@ -43,7 +43,8 @@ class BufferPolicy:
         self._restorable_names: set[str] = set()  # of the buffers whose values are saved in every step
         self._previous_values: dict[str, Tensor] = {}  # the values of these buffers at the end of the last step
         self._versions: list[int] = []
-        self._initial_values: list[Tensor] | None = None  # all values at the start of the first step, None later
+        # all values at the last `accept_current_values`; None when values are no longer compared
+        self._initial_values: list[Tensor] | None = None
         self._changed_without_version: list[str] = []
         self.notes: list[str] = []
         self._has_reported = False
@@ -66,7 +67,8 @@ class BufferPolicy:
     def undo(self) -> None:
         """Restore the buffers that the step's forwards have changed, before the step is rerun.
 
-        After the first step, a buffer that changes for the first time is not restored, because it has no saved value.
+        In the first step after `accept_current_values`, all buffers are restored. In a later step, a buffer that
+        changes for the first time is not restored, because it has no saved value.
         """
         pairs = zip(self._watched, self._initial_values or (), strict=False)
         saved_values = {name: old for (name, _), old in pairs} or self._previous_values
@@ -125,8 +127,8 @@ class BufferPolicy:
     def changed_names(self) -> list[str]:
         """Return the names of changed buffers.
 
-        `F.batch_norm` writes without a version change. A buffer that changes this way in the first step is assumed to
-        change in every step.
+        `F.batch_norm` writes without a version change. A buffer that changes this way in the first step after
+        `accept_current_values` is assumed to change in every later step.
         """
         current_versions = self._current_versions()
         if self._initial_values is not None:

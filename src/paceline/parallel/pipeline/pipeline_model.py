@@ -215,7 +215,9 @@ def _refuse_graph_with_cp_or_ep(mesh: Mesh, no_chain: NoChain | None) -> None:
 def _graph_split_note(split: GraphStageSplit, no_chain: NoChain | None) -> str:
     """Return a note on the split along the graph, for the console and the log."""
     reason = "requested" if no_chain is None else no_chain.what.partition(":")[0]
-    borders = ", ".join(f"{each.preceding_call} +{each.num_steps}".removesuffix(" +0") for each in split.boundaries)
+    borders = ", ".join(
+        f"{each.preceding_call} +{each.num_graph_steps}".removesuffix(" +0") for each in split.boundaries
+    )
     return f"note: stages are cut along the exported graph ({reason}); borders after {borders}"
 
 

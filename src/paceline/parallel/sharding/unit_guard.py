@@ -117,7 +117,7 @@ class UnitGuards:
     def _run_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._num_running += 1
         try:
-            with guard_forward():
+            with guard_sharded_forward():
                 return call(*args, **kwargs)
         finally:
             self._num_running -= 1
@@ -243,7 +243,7 @@ class LockedParameter(DTensor):
 
 
 @contextmanager
-def guard_forward() -> Iterator[None]:
+def guard_sharded_forward() -> Iterator[None]:
     """Guard a forward: refuse uses of sharded parameters, and replace errors of `fully_shard` by clearer ones.
 
     Raises:

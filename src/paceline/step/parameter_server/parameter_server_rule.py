@@ -69,8 +69,13 @@ class ParameterServerRule(StepRule):
                 )
             )
         if settings.train.on_empty != "stop":
-            message = "--train.on_empty zero with --update ps: a server learns the counts after its update."
-            errors.append(UsageError(message, hint="--update sync, or --train.on_empty stop"))
+            errors.append(
+                UsageError(
+                    "--train.on_empty zero with --update ps is not supported.",
+                    cause="with staleness, a server updates before it knows the counts of the whole batch",
+                    hint="--update sync, or --train.on_empty stop",
+                )
+            )
         return errors
 
     @override
@@ -80,7 +85,10 @@ class ParameterServerRule(StepRule):
 
     @override
     def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
-        """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
+        """Join the other servers. If there is only one server, open the rendezvous store instead.
+
+        Workers connect later, at the `worker_endpoint` of the returned world.
+        """
         servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(launch_info=launch_info)
         if servers == 1:
             store = open_store(launch_info, timeout_seconds=timeout_seconds)

@@ -50,8 +50,9 @@ _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 
 
 class ServerStep(SynchronousStep):
-    """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
+    """The parameter server's step.
 
+    The results of the newest `lag` batches are read later, because the oldest of these batches is not complete yet.
     `sync_after_update` sends each server's parameters to all servers. It is not called after every update, but only
     before the whole model is evaluated or saved.
     """
@@ -85,9 +86,9 @@ class ServerStep(SynchronousStep):
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers, and apply pushed gradients.
 
-        With a staleness bound of 0, return when all shares of the batch are applied. Otherwise return when
-        so many shares are taken by workers that those still free would fit into one batch. The batch's result is known
-        once all its shares are pushed.
+        With a staleness bound of 0, return when all shares of the batch are applied. With a larger bound, return when
+        the shares that no worker has leased yet would fit into one batch. The batch's result is known when all shares
+        of the batch are applied.
         """
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
@@ -305,8 +306,8 @@ class ServerStep(SynchronousStep):
         if sums_shares:
             batch.reduction.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        # The error about a loss that is not finite blames a count of 0. A single share may have a count of 0, so its
-        # counts are not passed.
+        # If the loss is not finite, `commit` blames a term whose count is 0. But in a single share, one of several
+        # terms may have the count 0 without an error. So the counts of a single share are not passed.
         counts = batch.result.totals.counts if sums_shares else None
         nonfinite_terms = batch.result.totals.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(

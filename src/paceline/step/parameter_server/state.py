@@ -34,7 +34,7 @@ class ServedWeights:
 
 
 class ServerState:
-    """The state shared between threads. A thread reads and writes the attributes only while it holds `lock`.
+    """The state shared between threads. A thread changes the attributes only while it holds `lock`.
 
     `version` is the number of applied updates. `pushes` has the pushes that wait for their update, by lease number.
     `locations` has the location of each open batch's samples, by step.
@@ -144,7 +144,7 @@ class ServerState:
                 outcome = (
                     f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"
                     if freed
-                    else "it computed no share"
+                    else "it was not computing a share"
                 )
                 self.notes.append(f"lost {self.worker_names[worker]}, {reason}: {outcome}")
             self.lock.notify_all()
@@ -211,10 +211,12 @@ class ServerState:
             self.lock.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until `condition()` is true.
+        """Wait until `condition()` is true or a failure is stored.
+
+        The caller holds the lock, which is released during the wait.
 
         Raises:
-            RunError: the condition was not true within `timeout_seconds`.
+            RunError: neither happened within `timeout_seconds`.
         """
         if not self.lock.wait_for(lambda: condition() or self.failure is not None, timeout=self.timeout_seconds):
             raise RunError(

@@ -104,7 +104,9 @@ class Connection:
 
 
 def open_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """Open the store at which workers and servers connect. The first server calls this and keeps the store.
+    """Open the rendezvous store at which workers and servers connect.
+
+    If there is only one server, it calls this and keeps the store. Several servers open the store in `World.join`.
 
     Raises:
         MachineError: the store cannot be opened.
@@ -123,7 +125,7 @@ def open_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
 
 
 def connect_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """Open a new connection to the store of `open_store`, so that a blocking wait delays no other caller.
+    """Open a new connection to the rendezvous store, so that a blocking wait delays no other caller.
 
     Raises:
         ConnectionLost: the store can't be reached.

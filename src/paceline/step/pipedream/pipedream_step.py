@@ -76,7 +76,9 @@ class PipeDreamStep(SynchronousStep):
         if not self.replica.model.training:
             self.replica.model.train()
         if self._is_drained:
-            self.replica.buffers.accept_current_values()  # since the last step, only other code has written to buffers
+            # Other code, such as an evaluation, may have written to buffers since the last step. The current values are
+            # the new baseline, so that these writes are not attributed to a forward of this step.
+            self.replica.buffers.accept_current_values()
             self._is_drained, self._num_steps_since_drain = False, 0
         elif self._num_steps_since_drain == 2:
             self.replica.buffers.stop_comparing_values()

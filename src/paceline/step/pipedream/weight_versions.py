@@ -48,7 +48,7 @@ class WeightVersions:
         return {self.newest, *self._versions}
 
     def available_version(self, number: int) -> int:
-        """Return `number`, or the oldest version in the checkpoint if the run has resumed after `number`."""
+        """Return `number`, or the oldest version that was loaded from a checkpoint if `number` is older than that."""
         return max(number, self._oldest)
 
     def get(self, number: int) -> Weights | None:

@@ -1,8 +1,10 @@
 """Point-to-point messages between stages: tensors in one buffer, without pickle.
 
-A message has the same length as the previous message on its link. Its first number is zero, or the length of a new
-layout. If there is a new layout, the rest of the message is empty, and the layout and the tensors follow in two more
-messages. So while the shapes of microbatches do not change, each activation or gradient needs one message.
+The receiver must know the length of a message in advance. So both sides of a link remember the layout of the last
+tensors, and the next message has the length that this layout needs. The first number in the message is 0 if tensors
+with the same layout follow it. It is -1 if the sender cancels the receive. Otherwise it is the length of a new layout:
+the rest of the message is then empty, and two more messages follow, one with the layout and one with the tensors. So
+while the shapes of microbatches do not change, each activation or gradient needs one message.
 """
 
 import json

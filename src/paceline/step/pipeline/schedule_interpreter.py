@@ -36,7 +36,10 @@ class StageWork(Protocol):
         """Return the context for a backward or half a backward. In it, recomputation sees the state of the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Prepare for the weight gradients that the next action, BACKWARD or BACKWARD_WEIGHT, adds."""
+        """Prepare for the weight gradients of the backward that runs next.
+
+        If a backward is split into two actions, only the second action (BACKWARD_WEIGHT) adds weight gradients.
+        """
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Process the weight gradients that the backward has added."""
@@ -56,8 +59,10 @@ class Pipeline:
     """An interpreter of one rank's part of a program. `world` has the ranks of the program.
 
     `splits_backward=False` runs a stage's full backward at BACKWARD_INPUT and does nothing at BACKWARD_WEIGHT. It is
-    used for stages that recompute or are sharded, whose backward cannot be split. If `is_continuous`, the caller
-    repeats `expect_actions` and `run_action` until `pause`, and a receive is always posted on each link.
+    used for stages that recompute or are sharded, whose backward cannot be split.
+
+    If `is_continuous`, the caller repeats `expect_actions` and `run_action` until `pause`. Then a receive is always
+    posted on each link, if the channel can post receives early (`StageChannel.matches_tags`).
     """
 
     def __init__(
@@ -261,9 +266,10 @@ class Pipeline:
         return message
 
     def expect_actions(self, actions: Iterable[Action]) -> None:
-        """Announce all actions of the next calls of `run_action`, and post the first receive on each link.
+        """Announce all actions of the next calls of `run_action`.
 
-        Each later receive is posted when the previous message on its link has arrived.
+        If the channel can post receives early (`StageChannel.matches_tags`), post the first receive on each link now.
+        Each later receive is then posted when the previous message on its link has arrived.
         """
         self._num_expected_messages = {}
         for action in actions:

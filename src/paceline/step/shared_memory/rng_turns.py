@@ -1,10 +1,11 @@
-"""Turns of replicas in one process, which share the host's random generators: passes that draw run one at a time.
+"""Replicas in one process take turns to draw random numbers, because they share the host's random generators.
 
 The generators are seeded for one microbatch, whose forward then draws from them. If two replicas ran at the same time,
-they would draw from each other's stream. The first step runs all forwards and backwards one at a time, and detects
-which of them draw. In later steps, forwards take turns only if forwards draw, and backwards only if backwards draw, as
-with activation checkpointing. A backward that draws starts from the generator state at the end of its own replica's
-forward, even if another replica ran in between. With one replica per process, this holds without turns.
+they would draw from each other's stream. The first step runs all forwards and backwards one at a time. It detects
+whether forwards draw, and once a forward has drawn, whether backwards draw too, as with activation checkpointing. In
+later steps, forwards take turns only if forwards draw, and backwards only if backwards draw. A backward that draws
+starts from the generator state at the end of its own replica's forward, even if another replica ran in between. With
+one replica per process, this holds without turns.
 """
 
 import threading
@@ -107,5 +108,5 @@ class HostRngTurns:
             )
 
     def reset_draws(self) -> None:
-        """Detect draws in the next step again, because a pass drew unexpectedly."""
+        """Forget the detected draws, because a pass drew unexpectedly. The caller then repeats the step."""
         self.host_randomness = HostRandomness.UNKNOWN

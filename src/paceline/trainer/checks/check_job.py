@@ -1,4 +1,4 @@
-"""Checks of a job's model, optimizers and LR schedulers before the first step; all problems are reported at once."""
+"""Checks of a job's model, optimizers and LR schedulers before the first step. One error lists all found problems."""
 
 import inspect
 import math
@@ -29,7 +29,8 @@ _WRAPPERS = {
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
     """Refuse a model that cannot be trained, sent to other ranks or saved. `takes_sparse` permits sparse gradients.
 
-    If the model is refused, the optimizers and LR schedulers are checked too, so that one error has all problems.
+    If the model is refused, the optimizers and LR schedulers are checked too, so that one error has all problems. But a
+    model with lazy parameters is refused without any other check.
 
     Raises:
         JobError, Problems: the model is refused.
@@ -58,7 +59,7 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
 
 
 def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Return errors for optimizers that must call the loss themselves, and for options that are NaN or infinite."""
+    """Return errors for NaN options, for infinite learning rates, and for optimizers whose `step` needs a closure."""
     option_problems: list[PacelineError] = [
         JobError(
             f"optimizer= returned {type(optimizer).__name__} with {key}={number} in group {index}.",

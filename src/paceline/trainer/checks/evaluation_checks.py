@@ -37,8 +37,11 @@ def best_rule(job: Job) -> tuple[str, str]:
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
     """Refuse requests for evaluations without evaluation data, and rules on metrics that the job does not have.
 
+    If the job has `loss=`, the names of its loss terms are not known yet. The rules on metrics are then checked by
+    `refuse_unknown_metrics` when a step has returned the terms.
+
     Raises:
-        JobError: a request is refused; the error names all of them.
+        JobError: a request or a rule is refused. The error names all refused requests.
     """
     if job.eval_data is None:
         requests = list(_requested_evaluations(job, settings, evaluate_first))
@@ -96,9 +99,9 @@ def evaluation_notes(
         and any(isinstance(module, _BATCH_NORMS) for module in model.modules())
     ):
         yield (
-            f"batch norm: over microbatches of {micro_batch_size}, which depend on the number of ranks "
-            "at the first start and "
-            f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them for any number"
+            f"batch norm: over microbatches of {micro_batch_size}; this size changes the results, and depends on the "
+            f"number of ranks at the first start; --train.micro_batch_size {micro_batch_size} sets the same size for "
+            "any number of ranks"
         )
     if job.metrics and job.eval_data is None:
         yield "evaluate: never, because the job has metrics= but no eval_data="

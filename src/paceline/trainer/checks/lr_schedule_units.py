@@ -15,17 +15,20 @@ from torch.optim.lr_scheduler import (
 )
 
 _SMALL_FRACTION = 0.05  # of the run
-# If an epoch has at least 8 updates, a schedule that counts updates lasts longer than 2 updates for each epoch.
+# If an epoch has at least 8 updates, a schedule that counts updates should last for more updates than twice the number
+# of epochs in the run.
 _MAX_UPDATES_PER_EPOCH, _MIN_EPOCH_STEPS = 2.0, 8
 _NEGLIGIBLE_LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The length of a schedule: after the update `end_step`, the learning rate is constant.
+    """The length of a schedule, which ends with the update `end_step`.
 
-    `text` is the schedule as written, `epoch_text` the same schedule in epochs, `lengths` are its options that count
-    steps. `is_decay`: each step of the schedule multiplies the rate, which is negligible at its end.
+    From then on, the learning rate is constant, or negligible for `ExponentialLR` and `StepLR`. `text` is the schedule
+    as written, and `epoch_text` is the same schedule in epochs. `lengths` has the option that counts steps (`T_max`,
+    `total_iters` or `step_size`), and is empty for other schedules. `is_decay`: the schedule multiplies the rate by
+    `gamma` at every step or at certain steps.
     """
 
     end_step: float
@@ -38,9 +41,14 @@ class _Span:
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
     """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
 
-    The end of a schedule is suspicious if it comes within a small fraction of the run, after as many updates as the run
-    has epochs, or after at most two updates for each epoch. If each step of the schedule multiplies the rate, an end in
-    the first epoch is suspicious too.
+    A schedule that ends before the run is suspicious in these cases, unless an epoch has only one update:
+
+    - The schedule ends within a small fraction of the run.
+    - The run has at least two epochs, and the schedule's option that counts steps equals the number of epochs.
+    - The run has at least two epochs of at least 8 updates, and the schedule ends after at most twice as many updates
+      as the run has epochs.
+    - The run has at least two epochs, the schedule multiplies the rate by `gamma`, and it ends in the first epoch or
+      after at most as many updates as the run has epochs.
     """
     if not total_steps:
         return []

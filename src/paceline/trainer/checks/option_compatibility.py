@@ -20,6 +20,8 @@ from paceline.trainer.checks.evaluation_checks import best_rule
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
     """Refuse incompatible combinations of job, settings and plan. The error lists all of them.
 
+    A `best=` that cannot be parsed is reported alone.
+
     Raises:
         JobError, UsageError, Problems
     """

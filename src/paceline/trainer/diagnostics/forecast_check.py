@@ -124,7 +124,7 @@ class ForecastCheck:
     def _peak_bytes(self) -> int | None:
         """Return the allocator's peak on a GPU, or the growth of the process since before the build on a CPU.
 
-        On a CPU, return None if the process used more memory before the model was built.
+        On a CPU, return None if the peak of resident memory has not grown since the end of the build.
         """
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._setup.world.device))

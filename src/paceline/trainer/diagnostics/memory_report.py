@@ -26,7 +26,8 @@ _PROCESS_MEASURES = ("VmRSS", "VmHWM", "VmSize", "VmData")
 class MemoryBaseline:
     """The memory that the process used before the model was built.
 
-    `used_bytes` has each measure to which a limit may apply, by its name in `/proc/self/status`.
+    `used_bytes` has each measure to which a limit may apply, by its name in `/proc/self/status`. After `after_build`,
+    one of them is measured later: the peak of resident memory (VmHWM).
     """
 
     used_bytes: Mapping[str, int]
@@ -37,7 +38,10 @@ class MemoryBaseline:
         return cls(used_bytes={name: process_memory(name) for name in _PROCESS_MEASURES})
 
     def after_build(self) -> "MemoryBaseline":
-        """Return the baseline after building, with freed memory released, so that steps do not count the build."""
+        """Release freed memory, and return this baseline with the peak of resident memory (VmHWM) after the build.
+
+        A later peak above this value is then a peak of the steps, not of the build.
+        """
         release_freed_memory()
         return replace(self, used_bytes={**self.used_bytes, "VmHWM": process_memory("VmHWM")})
 

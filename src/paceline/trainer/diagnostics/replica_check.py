@@ -17,9 +17,11 @@ _NO_CHECKSUM = torch.zeros((), dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """The first tensor that differs between ranks, and the ranks on which it differs from rank 0.
+    """The first tensor that differs between ranks.
 
-    In total, `num_differing` of `num_tensors` tensors differ.
+    `ranks` are the ranks whose copy of the tensor differs from the copy on the lowest rank. If the tensor is sharded,
+    each shard is compared with the copy on the lowest rank that has the same shard. In total, `num_differing` of
+    `num_tensors` tensors differ.
     """
 
     name: str
@@ -31,7 +33,7 @@ class ReplicaMismatch:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return (
-            f"{self.name} differs on rank {ranks} from rank 0 "
+            f"{self.name} differs on rank {ranks} from the copy on the lowest rank "
             f"({self.num_differing} of {self.num_tensors} tensors differ)"
         )
 
@@ -40,7 +42,7 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
     """Compare a checksum of every parameter, and of its average (EMA), between the ranks.
 
     Raises:
-        DesyncError: a tensor differs; the error names the first such tensor, and the ranks that differ from rank 0.
+        DesyncError: a tensor differs; the error names the first such tensor, and the ranks whose copies differ.
     """
     synchronizer = get_site_synchronizer(setup)
     differing_tensor = None if synchronizer is None else synchronizer.find_difference()

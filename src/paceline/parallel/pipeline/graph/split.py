@@ -25,10 +25,13 @@ _UNKNOWN_BYTES = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class StageBoundary:
-    """A boundary between stages: `num_steps` steps after the module call `preceding_call`."""
+    """A boundary between stages: `num_graph_steps` steps after the module call `preceding_call`.
+
+    A step is an entry of `Graph.steps`: another module call, or an operation between module calls.
+    """
 
     preceding_call: str
-    num_steps: int
+    num_graph_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ class GraphStageSplit:
         return {
             "blocks": list(self.blocks),
             "bounds": [list(bound) for bound in self.bounds],
-            "borders": [[boundary.preceding_call, boundary.num_steps] for boundary in self.boundaries],
+            "borders": [[boundary.preceding_call, boundary.num_graph_steps] for boundary in self.boundaries],
             "ties": {name: list(stages) for name, stages in self.ties.items()},
         }
 
@@ -165,7 +168,7 @@ def boundary_position(boundary: StageBoundary, live_values: LiveValues, *, block
         )
     call_index = calls[boundary.preceding_call]
     later_blocks = (index for name, index in calls.items() if name in blocks and index > call_index)
-    position = min(call_index + 1 + boundary.num_steps, next(later_blocks, len(steps)))
+    position = min(call_index + 1 + boundary.num_graph_steps, next(later_blocks, len(steps)))
     obstacle = live_values.cut_obstacle(position)
     if obstacle:
         raise LayoutError(
@@ -203,7 +206,7 @@ def split_graph(
         blocks=tuple(graph.steps[index].name for index in block_steps),
         bounds=bounds,
         boundaries=tuple(
-            StageBoundary(preceding_call=graph.steps[block].name, num_steps=position - block - 1)
+            StageBoundary(preceding_call=graph.steps[block].name, num_graph_steps=position - block - 1)
             for (block, _), position in zip(gaps, positions, strict=True)
         ),
         stages=tuple(
