@@ -33,8 +33,8 @@ class MeasuredSchedule:
 def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedule | None:
     """Record a few steps. Return the step whose bubble is the median. Every rank calls this.
 
-    Rank 0 gets the result. Other ranks get None, and so do all ranks if there is no pipeline. All ranks are processes of one machine, so `time.perf_counter`
-    is the same clock for all.
+    Rank 0 gets the result. Other ranks get None, and so do all ranks if there is no pipeline. All ranks are processes
+    of one machine, so `time.perf_counter` is the same clock for all.
     """
     forward_backward, world = session.setup.step.forward_backward, session.world
     if not isinstance(forward_backward, PipelineForwardBackward):

@@ -2,8 +2,8 @@
 
 The key of an entry contains the job, the ranks, the machine, Paceline's version and settings. It leaves out settings
 that do not affect the time of a step. It also leaves out the microbatch size, which each timed candidate contains. An
-entry is valid as long as the model's profile does not change. Times of ranks on several machines are not stored, because the
-links between machines change.
+entry is valid as long as the model's profile does not change. Times of ranks on several machines are not stored,
+because the links between machines change.
 """
 
 import hashlib
@@ -47,11 +47,11 @@ _SETTINGS_OUTSIDE_KEY = (  # of `train`
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTimings:
-    """The timings of earlier plans; empty if there are none.
+    """The timings of earlier plans. If there are none, `options` and `timed` are empty.
 
     `forecast` is the cost model. It excludes the layouts that these plans refused. `options` are the estimates to
-    choose from, with measured times where known. `timed` has the measured times by
-    candidate. `typical_ratio` is the median ratio of measured to forecast times.
+    choose from, with measured times where known. `timed` has the measured times by candidate. `typical_ratio` is the
+    median ratio of measured to forecast times.
     """
 
     forecast: CostModel

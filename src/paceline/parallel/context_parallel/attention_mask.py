@@ -38,8 +38,8 @@ def interpret_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: 
     if attended is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise _unsupported_mask_error(mask)
     attended = attended.expand(*attended.shape[:-2], length, length) if attended.shape[-2] == 1 else attended
-    # Drop the dimension of heads if the mask is equal for all heads. In a mask of more than 4 dimensions, dimension 1 is
-    # dropped without a comparison.
+    # Drop the dimension of heads if the mask is equal for all heads. If a mask has more than 4 dimensions, dimension 1
+    # is dropped without a comparison.
     while attended.dim() > 4 or (attended.dim() > 3 and bool((attended[:, :1] == attended).all())):
         attended = attended[:, 0]
     last_row = attended[..., -1:, :]

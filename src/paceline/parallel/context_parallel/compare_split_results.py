@@ -13,8 +13,8 @@ _MIN_MAGNITUDE = 1e-6
 def equal_up_to_rounding(result: Tensor, expected: Tensor, *, scale: float = 0.0) -> bool:
     """Return whether two tensors differ by rounding only.
 
-    The tolerance is relative to the largest of three magnitudes: the magnitude of `expected`, `scale`, and a small
-    constant. If `expected` is a sum whose terms may cancel, pass the magnitude of these terms as `scale`.
+    The tolerance is relative to the largest of three numbers: `scale`, a small constant, and the largest magnitude in
+    `expected`. If `expected` is a sum whose terms may cancel, pass the magnitude of these terms as `scale`.
     """
     if result.shape != expected.shape:
         return False

@@ -21,7 +21,7 @@ from paceline.torch_internals.function_signatures import bind_arguments
 _LIBRARY_FILES = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
 _HINT = (
     "use nn.Dropout or F.dropout, which draw for the whole sequence (to drop whole tokens, apply F.dropout to "
-    "torch.ones(batch, sequence, 1)); or draw one number per sample; or draw the numbers in the dataset; or leave cp out"
+    "torch.ones(batch, sequence, 1)); or draw once per sample; or draw the numbers in the dataset; or leave cp out"
 )
 
 

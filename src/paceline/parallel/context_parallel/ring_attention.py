@@ -1,11 +1,11 @@
 """Ring attention over a sequence that is sharded over the ranks.
 
 Each rank keeps its queries. In each round it attends to the keys and values of one rank, while it sends them to the
-next rank. The result so far is an output and, for each query, the logarithm of the sum of exponentials of its scores (LSE).
-With the LSE, two partial results are merged exactly. Backward sends keys, values and their gradients around the ring
-until each gradient is back on the rank of its key (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers",
-2023; merging: Milakov and Gimelshein, 2018). Forward and backward compute blocks of at most `BLOCK_SIZE` x `BLOCK_SIZE`
-scores. In this file, `keys_values` is a list of keys, values and, if there is one, the key mask.
+next rank. The result so far is an output and, for each query, the logarithm of the sum of exponentials of its scores
+(LSE). With the LSE, two partial results are merged exactly. Backward sends keys, values and their gradients around the
+ring until each gradient is back on the rank of its key (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
+Transformers", 2023; merging: Milakov and Gimelshein, 2018). Forward and backward compute blocks of at most `BLOCK_SIZE`
+x `BLOCK_SIZE` scores. In this file, `keys_values` is a list of keys, values and, if there is one, the key mask.
 """
 
 from collections.abc import Iterator
