@@ -21,7 +21,7 @@ def read_settings(path: Path) -> Any:
 @pytest.mark.parametrize("reader", [read_plan, read, read_settings])
 def test_bytes_that_are_no_text(reader: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "given").write_bytes(b"a = 1\n\x9c\xff\x00")
-    with pytest.raises(PacelineError, match="given can.t be read as .*: it is not a text file") as caught:
+    with pytest.raises(PacelineError, match=r"given can.t be read as .*: it is not a text file") as caught:
         reader(tmp_path / "given")
     assert str(tmp_path / "given") in (caught.value.where or "") and "byte 6" in (caught.value.where or "")
     assert caught.value.hint

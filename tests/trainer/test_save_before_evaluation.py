@@ -16,7 +16,7 @@ from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, open_c
 from paceline.comm.process_group import World
 from paceline.errors import JobError, NonFiniteError
 from paceline.torch_internals.scalars import as_integer, as_number
-from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, split_numbers_and_text
+from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
 from tests.trainer.test_edge_cases_of_a_run import job, rows, trained
 
 FAILING: dict[str, dict[str, Any]] = {

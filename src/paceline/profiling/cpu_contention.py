@@ -15,7 +15,7 @@ from paceline.comm.process_group import World
 # and at most _MAX_IDLE_SHARE of this time is idle.
 _MIN_OTHER_SHARE, _MAX_IDLE_SHARE = 0.1, 0.2
 _MIN_SECONDS = 0.2  # summed over the cores: shorter periods are too coarse, as the kernel counts in 10 ms steps
-# of psutil.cpu_times(); interrupts are left out, because the ranks' own messages cause them
+# The fields of psutil.cpu_times() that count as work. Interrupts do not, because the ranks' own messages cause them.
 _WORK_FIELDS = ("user", "nice", "system", "steal")
 
 

@@ -105,8 +105,8 @@ def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification
         _section(
             "Memory per rank",
             _memory_bars(measured),
-            "at the peak of one step, which has no gradients if it comes before the first backward; activations include "
-            "everything that is in no other group, such as gathered weights",
+            "at the peak of one step. If the peak comes before the first backward, there are no gradients yet. Activations "
+            "include everything that is in no other group, such as gathered weights",
         ),
         _loss_section(measured),
         _section("Bytes sent per step", _sent_bars(measured), "by the rank that sends most"),

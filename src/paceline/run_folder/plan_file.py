@@ -10,7 +10,8 @@ from paceline.filesystem.atomic_files import read_json, read_regular, write_json
 
 FILE_NAME = "plan.json"
 _ACTIVITY_FILE = "doing.txt"
-# The keys of the advice. `case` is the number of the `MemoryCase`, and `facts` is the model profile.
+# The keys of the advice. `case` says what fits on one device (1: everything, 2: single layers, 3: not even a layer),
+# and `facts` is the model profile.
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 

@@ -218,7 +218,8 @@ def _refuse_superseded_checkpoint(run: RunFolder, checkpoint: Path | None) -> No
 def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = False) -> tuple[RunFolder, Path | None]:
     """Return the run that `reference` names, and the checkpoint if it names one; without a `reference`, the newest run.
 
-    With `only_trained`, the newest run that reached training is returned: `plan` and `verify` create folders too.
+    With `only_trained`, the newest run is the newest that reached training, if any did: `plan` and `verify` create
+    folders too.
 
     Raises:
         UsageError: there is no such run.

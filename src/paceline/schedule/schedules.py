@@ -79,10 +79,7 @@ def _stages(rank: int, *, ranks: int, virtual: int, op: Op) -> list[int]:
 
 
 def _groups(micro: int, *, ranks: int) -> list[int]:
-    """Return the sizes of the groups of microbatches.
-
-    Larger groups are first, because in 1F1B a group waits for the previous one.
-    """
+    """Return the sizes of the groups of microbatches. They differ by at most 1, and the larger groups come first."""
     rounds = max(1, micro // ranks)
     group_size, remainder = divmod(micro, rounds)
     return [group_size + (index < remainder) for index in range(rounds)]

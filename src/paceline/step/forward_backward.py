@@ -162,7 +162,7 @@ class StandInMicrobatches:
             self._stand_in = self._replica.load_microbatch(step_batch.read_stand_in())
         if self._stand_in is None:
             raise JobError(
-                f"the first batch has {step_batch.num_micro} microbatches, fewer than there are replicas.",
+                f"this batch has {step_batch.num_micro} microbatches, fewer than there are replicas.",
                 cause="layers that communicate over all replicas need a sample on each replica, and a "
                 "stream can't be read twice",
                 hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
@@ -271,7 +271,7 @@ def _enter_random_stream(replica: ReplicaContext, contexts: ExitStack, *, step: 
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
-    """Return the loss that backward runs on: all terms added up, each divided by its global count.
+    """Return the loss that backward runs on: all terms added up, each divided by its entry in `counts`.
 
     If `counts` is None, there is only one term, and it is not divided.
     """

@@ -27,7 +27,7 @@ from paceline.trainer.diagnostics.nonfinite_inputs import explain_nonfinite_inpu
 from paceline.trainer.diagnostics.replica_check import check_replicas
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
-from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, split_numbers_and_text
+from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval

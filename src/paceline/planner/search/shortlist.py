@@ -65,8 +65,9 @@ def shortlist(
 ) -> list[Estimate]:
     """Return the candidates to time, the fastest first.
 
-    The fastest candidate of each family is among them, if one fits. Others that are nearly as fast as the best one
-    follow, up to `max_trials` candidates in total. The candidates named in `extra_candidates` are added if they fit.
+    These are the fastest candidate of each family and, up to `max_trials` in total, others that are nearly as fast as
+    the best one. The candidates named in `extra_candidates` are added. Only candidates that fit are returned, and none
+    with remat that also fits without it.
     """
     grid = grid or SearchSpace()
     considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)

@@ -99,8 +99,8 @@ def simulate_step(
 
     Programs from `build` are valid, and `check` checks others. Each stage has `ranks_per_stage` ranks. `costs` has the
     times of computes without collectives, and of the messages between stages. A collective at the end of the step joins
-    all replicas: it begins when the slowest replica has its gradients. Then every rank takes `update_seconds`. The step
-    ends when the last rank has finished.
+    all replicas and waits for the slowest one; its `overlap` says how much of it may run during the last backward. Then
+    every rank takes `update_seconds`. The step ends when the last rank has finished.
 
     Raises:
         UsageError: a time, a count or a slow rank is invalid.

@@ -1,7 +1,8 @@
 """Estimate the memory traffic of a block's operations other than matmuls after a compiler has fused them.
 
 A compiler fuses a chain of operations without a matmul into one kernel. The kernel reads each input of the chain once.
-It writes only the results that a matmul or the next block reads. Other results of the chain stay in registers.
+It writes only the results that are read outside the chain: by a matmul, a later chain or the next block. The other
+results stay in registers.
 """
 
 from collections.abc import Iterable

@@ -202,7 +202,8 @@ class MemoryTracker(DispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _new_storages(result, self._live, args, kwargs):
             self._track(storage, "activations")
-        # Gradients are set between operations. With `operator_bytes`, the call before the operation looks for them.
+        # Gradients are set between operations, so one look for them per operation is enough. With `operator_bytes`, the
+        # call of `_update_peak` above has done it.
         self._update_peak(name, may_have_gradients=self._operator_bytes is None)
         return result
 

@@ -82,7 +82,7 @@ class LogTail:
             self._bar.stop()
 
     def _new_lines(self) -> list[str]:
-        """Return the new complete lines of the log, without diagnostics and without everything after a traceback."""
+        """Return the new complete lines of the log, without diagnostics, a traceback and all that follows it."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, made equal on every rank, because decisions depend on them."""
+"""The results of `on_eval`, made equal on every rank, because decisions depend on them."""
 
 import math
 from collections.abc import Mapping, Sequence
