@@ -5,8 +5,7 @@ runs all microbatches in order needs no correction. If several ranks run the mic
 the values before the step, and the values after each call are recorded on a tape. An update is linear: new = (1 - w) *
 old + w * batch. So the result for one old value follows from the result for another. At the end of the step all tape
 rows are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and
-any assignment of microbatches. Only a process that needs no correction has no tape, except in exact mode: its
-statistics may differ by rounding.
+any assignment of microbatches. A process without a tape may differ by rounding; in exact mode it has a tape too.
 
 If a forward reads or changes state of earlier microbatches, the update is not linear. Then the step is rerun, and the
 ranks run their forwards sequentially (`sequential_forwards`).
