@@ -175,7 +175,7 @@ class ParameterServerWorker:
                 **share_report,
                 "lease": lease["lease"],
                 "versions": versions,
-                "gradients": gradient_codes(gradients),
+                "gradients": gradient_codes(gradients),  # which are absent, dense or sparse
             }
             server.connection.send(ServerMessage(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
             if server is not first_server:

@@ -51,7 +51,8 @@ def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
     """Replace this process by the same command in exact mode. The process id stays the same, so no launcher notices.
 
     Raises:
-        UsageError: the process can't be restarted, because it already had a run (`had_run`) or a process group.
+        UsageError: the process can't be restarted: it already had a run (`had_run`), a process group or an initialised
+            MPI, or its script is not found.
     """
     script = sys.argv[0]
     if had_run or (dist.is_available() and dist.is_initialized()):

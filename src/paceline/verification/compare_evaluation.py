@@ -30,7 +30,8 @@ _EVALUATED_BATCHES = 4
 _METRIC_TOLERANCE = 1e-6  # up to this distance, relative or absolute, rounding explains that a metric differs
 _BATCH_SIZE_TOLERANCE = 1e-4  # the same for a metric that is computed with two batch sizes
 _NUM_PERTURBED_RUNS = 3
-_PERTURBATION_EPS = 4.0  # how far a perturbation moves every weight, in machine epsilons of the autocast type
+# The least distance by which a perturbation moves every weight, in machine epsilons of the autocast type.
+_PERTURBATION_EPS = 4.0
 
 
 def evaluate_layout(setup: TrainingSetup) -> EvaluatedSplit | None:

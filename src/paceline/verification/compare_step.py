@@ -1,4 +1,4 @@
-"""Compare one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
+"""Compare a step of all ranks with the reference, on rank 0: data, loss, gradients, buffers and update."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -376,10 +376,10 @@ def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -
 
 
 def _can_forwards_wait(mesh: Mesh) -> bool:
-    """Return True if a forward may wait until another replica has completed its forward.
+    """Return True if the replicas' forwards can run one after another.
 
-    With zero 3 or `ep` it may not wait, because the forwards of different replicas exchange tensors. With pipeline
-    stages or local SGD sites it may not wait either.
+    They can't with zero 3 or `ep`, because forwards that exchange tensors must run at the same time, nor with pipeline
+    stages or local SGD sites.
     """
     gathers_weights = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers_weights or mesh.sites) and mesh.pp == mesh.ep == 1

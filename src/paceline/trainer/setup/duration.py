@@ -49,7 +49,7 @@ class Length:
         return self.tokens is not None or (is_stream and (self.samples is not None or self.epochs is not None))
 
     def is_reached(self, cursor: Cursor, *, tokens: float) -> bool:
-        """Return True if one of these limits is reached at this cursor."""
+        """Return True if a limit is reached that may end the run early (see `is_open`)."""
         if self.tokens is not None and tokens >= self.tokens:
             return True
         if self.samples is not None and self.epoch_samples is None and cursor.samples >= self.samples:

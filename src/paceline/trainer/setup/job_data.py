@@ -106,6 +106,7 @@ def read_first(
     step_batches = read_in_process(source, read, seed=settings.seed)
     if not source.workers:
         return step_batches
+    # A replica without a microbatch of its own runs the batch's first one as a stand-in.
     full_partition = replace(partition, replica=0, replicas=1)
     return [
         replace(step_batch, read_stand_in=lambda: read_first(data, settings, partition=full_partition)[0].micro[0].data)

@@ -131,7 +131,7 @@ def _ema_parameters(parallelized_model: ParallelizedModel) -> dict[str, Tensor]:
 
 
 def _build_norm(parallelized_model: ParallelizedModel, settings: Settings, *, world: World) -> GradNormFunction | None:
-    """Return the function that measures the gradient norm over all ranks, or None if a rank's own gradients suffice."""
+    """Return the function that measures the norm of the whole gradient; None if torch's norm of `.grad` is enough."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if parallelized_model.optim_shards.is_unsharded and not exact:
         return None

@@ -34,7 +34,8 @@ def explain_gradient(
     """Return the mistake whose microbatch weights explain the wrong gradients; None if there is none.
 
     `evidence` has the worst of the `num_differing` wrong gradients. `counts` is the count of each microbatch, `samples`
-    the number of samples in the batch. The other arguments are those of `GradientFacts`.
+    the number of samples in the batch, `num_parameters` the number of parameters. The other arguments are those of
+    `GradientFacts`.
     """
     differing = num_differing or len(evidence)
     facts = GradientFacts(

@@ -154,8 +154,8 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
                     last = next(n for n in reversed(list(case.expected)) if n in differing)
                     return last, (
                         f"{case.rank_names.describe_axis_group(axis, group)} hold the same tensors with gradients that "
-                        f"differ: a value that is partial on each is not summed over {axis}; backward is right up to "
-                        f"{last}, the last parameter in the model's order that differs ({len(differing)} of "
+                        f"differ: a value that is partial on each is not summed over {axis}; backward, "
+                        f"which starts at the last parameter, is wrong from {last} on ({len(differing)} of "
                         f"{len(case.expected)} parameters)"
                     )
     return None

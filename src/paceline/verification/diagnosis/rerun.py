@@ -36,7 +36,7 @@ _ORDER_DEPENDENT = (
 class ReferenceRerun:
     """A step of the reference that can be run again from the same start.
 
-    `unexplained`: the parameters with a wrong gradient for which `explain` found no cause.
+    `unexplained`: the parameters with a wrong gradient, worst first, if `explain` found no cause.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ReferenceRerun:
         if explanation is None and has_dropout(self._reference.model):
             explanation = self._explain_by_dropout_keys(copies[copy], worst_names, ranks)
         if explanation is None:
-            self.unexplained = worst_names
+            self.unexplained = list(names)
             if not self.floors.is_repeatable:
                 self.unexplained = []
                 return _HIDDEN_STATE
