@@ -694,8 +694,8 @@ def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
         assert found["verdict"] in ("bitwise", "rounding") and found["reference"].startswith("serial ps")
         assert [rung["name"] for rung in found["rungs"]] == [
             "one process",
-            "repeated in float64",
-            "repeated in fp32",
+            "replayed in float64",
+            "replayed in fp32",
         ]
 
 

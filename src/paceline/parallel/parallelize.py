@@ -338,13 +338,19 @@ PARALLELISMS = (
         PipelineStages(), "before the next parts, which process only this rank's stages", layouts=("pp",), cost="bubble"
     ),
     ParallelismEntry(
-        ExpertParallel(), "before tensors, which splits weights other than experts", layouts=("ep",), cost="experts"
+        ExpertParallel(),
+        "before tensor parallelism, which splits all weights except those of experts",
+        layouts=("ep",),
+        cost="experts",
     ),
     ParallelismEntry(
         TensorParallel(), "before remat: backward recomputes the split layer", layouts=("tp",), cost="tensor"
     ),
     ParallelismEntry(
-        ContextParallelism(), "after tensors: it runs inside the split layers", layouts=("cp",), cost="context"
+        ContextParallelism(),
+        "after tensor parallelism: ring attention runs inside the layers that are split",
+        layouts=("cp",),
+        cost="context",
     ),
     ParallelismEntry(DeferredValues(), "after all splits: only the tensors that this rank keeps get memory"),
     ParallelismEntry(ListedBlocks(), "before remat and compile, which wrap the blocks that place.blocks lists"),
@@ -352,7 +358,7 @@ PARALLELISMS = (
         ActivationCheckpointing(), "before compile: the checkpointed forward is the one to compile", cost="again"
     ),
     ParallelismEntry(Compilation(), "before shard: parameters are gathered around a compiled block, not inside it"),
-    ParallelismEntry(FixedPoint(), "before the reducers, which sum gradients as integers, in units that exact chooses"),
+    ParallelismEntry(FixedPoint(), "before the reducers, which need its fixed-point grid to sum gradients as integers"),
     ParallelismEntry(FullSharding(), "after all other changes of parameters", layouts=("fsdp", "hsdp"), cost="gather"),
     ParallelismEntry(
         ShardedOptimizer(), "after all changes of parameters", layouts=("zero1", "zero2"), cost="gradients"

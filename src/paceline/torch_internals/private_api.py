@@ -233,11 +233,12 @@ def is_view(tensor: Tensor) -> bool:
 
 
 class BufferAccessObserver:
-    """An observer of accesses to the buffers `names` of `module`.
+    """An observer of accesses to the buffers of `module`.
 
-    Each access calls `on_access(code, instruction)` with the accessing code: attribute access, and loops over the dict
-    of buffers as in `module.buffers()`. The observer replaces the module's dict of buffers; copies and pickles of the
-    module have a plain dict.
+    Two kinds of access are observed: reads of an attribute whose name is in `names`, and loops over all buffers of the
+    module, as in `module.buffers()`. Each access calls `on_access(code, instruction)`. `code` is the code object that
+    makes the access, and `instruction` is the offset of the instruction in its bytecode. The observer replaces the
+    module's dict of buffers; copies and pickles of the module have a plain dict.
     """
 
     def __init__(

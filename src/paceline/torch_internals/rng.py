@@ -171,8 +171,8 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 class InitiallyZeroDropout:
     """The dropout modules whose rate was 0 when the model was split into stages.
 
-    The split assumes that these modules draw no random numbers, so their blocks do not start random streams. If they
-    did, training in one process would draw other numbers than it does now.
+    The split assumes that these modules draw no random numbers. A block in which all dropout rates are 0 does not start
+    a random stream of its own, because this would change the random numbers that training in one process draws.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -284,7 +284,7 @@ class Run:
         return result
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
-        """Return the metrics over the whole split, of the average of weights if the job has one. All ranks call this."""
+        """Return the metrics over the whole split, of averaged weights if the job has `ema=`. All ranks call this."""
         if split not in ("eval", "test") or getattr(self.job, f"{split}_data") is None:
             raise UsageError(
                 f"run.evaluate(split={split!r}): the job has no {split}_data."

@@ -1,11 +1,11 @@
 """Noise floors: how far two correct results may differ, measured for each tensor.
 
-One process repeats the same step with every weight perturbed by one unit in the last place, and with the
-microbatches in reverse order. A small change of the result is rounding, and gives the floor. A change above a limit is
-not used, because it has another cause, such as a random number that differs in each run or a dependence on the order.
-There is one exception: if the layout computes slices of a microbatch in half precision, a perturbation of the weights
-may change the gradient by more than the limit, and this change is used too. A tensor whose true gradient is zero gets a
-floor above the norm of its computed gradient, which is only rounding.
+One process repeats the same step a few times: with every weight perturbed by one unit in the last place, and once with
+the microbatches in reverse order instead. A small change of the result is rounding, and gives the floor. A change
+above a limit is not used, because it has another cause, such as a random number that differs in each run or a
+dependence on the order. There is one exception: if the layout computes slices of a microbatch in half precision, a
+perturbation of the weights may change the gradient by more than the limit, and this change is used too. A tensor whose
+true gradient is zero gets a floor above the norm of its computed gradient, which is only rounding.
 """
 
 import math
@@ -38,8 +38,8 @@ class NoiseFloors:
     """The noise floors of one step: for each gradient and buffer, by name, a Euclidean distance; and one for the loss.
 
     `is_repeatable`: the same step from the same weights and buffers gives the same result. `is_order_independent`: the
-    step gives the same result if its microbatches run in reverse order. `is_rounding_dominated`: in half precision,
-    rounding changes the gradient so much that it can't be compared.
+    step gives the same result if its microbatches run in reverse order. `is_rounding_dominated`: rounding in
+    half precision changes the gradient by more than the limit, so that rounding alone may explain any difference.
     """
 
     gradients: dict[str, float]

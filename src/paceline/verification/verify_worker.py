@@ -92,7 +92,7 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
             rungs.append(
                 _run_rung(
                     "free running",
-                    "what one step does not show, evaluation",
+                    "errors that show only after several steps; errors of evaluation",
                     partial(_run_independently, prepared_job, world, min(steps, len(cursors)), loss_scale=loss_scale),
                 )
             )
@@ -116,7 +116,7 @@ def _replayed_rungs(
     rules_out = "samples, gradients, weight versions, loss, optimizer or evaluation that differ"
     for dtype, name in _select_precisions(prepared_job, world, single_result):
         run = partial(_run_independently, prepared_job, instructions.begin_rung(dtype), steps, dtype=dtype)
-        rung = _run_rung(f"repeated in {name}", rules_out, run)
+        rung = _run_rung(f"replayed in {name}", rules_out, run)
         yield rung
         if rung.result.verdict == DIFFERENT:
             return
@@ -335,7 +335,10 @@ def _run_independently(
     drift: WeightDrift | None = None,
     loss_scale: float = LOSS_SCALE,
 ) -> RungResult:
-    """Train for `steps` steps on the ranks and in one process independently, and compare the results."""
+    """Train for `steps` steps on the ranks, then in one process, and compare the results.
+
+    For a parameter server, the process replays the record of the ranks' updates; otherwise it trains on its own.
+    """
     with keep_float64(active=dtype is torch.float64):
         setup = build_in_precision(prepared_job, world, dtype, loss_scale=loss_scale)
         reference = (

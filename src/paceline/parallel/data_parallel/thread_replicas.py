@@ -28,7 +28,8 @@ from paceline.torch_internals.private_api import add_all, divide_all
 class ThreadReplicas:
     """The replicas of one process.
 
-    Their weights, `requires_grad`, training modes, buffers and exact-mode grids are copied from the first replica.
+    The other replicas get the weights, `requires_grad`, training modes, buffers and exact-mode grid of the first one.
+    Weights are shared if both replicas are on the same device, and copied if not. Everything else is copied.
 
     Raises:
         JobError: `model=` did not build a new model each time.
@@ -48,10 +49,10 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the first replica's weights, `requires_grad`, training modes, buffers and grid to the others.
+        """Give the other replicas the first replica's weights, `requires_grad`, training modes, buffers and grid.
 
-        It is called before each step, because something else may have changed them: a checkpoint was loaded, weights
-        were averaged, or the job has frozen a layer.
+        This is called before each step, because the first replica may have changed since the last step: a checkpoint
+        was loaded, weights were averaged, or the job has frozen a layer.
         """
         for source, target in self._weights:
             if target.requires_grad != source.requires_grad:

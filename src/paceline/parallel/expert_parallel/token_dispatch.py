@@ -59,9 +59,11 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World
 
 
 def _most_loaded_counts(received: Tensor) -> Tensor:
-    """Return an estimate of the received counts of the most loaded rank, for a simulation without a real router.
+    """Increase the received counts of a simulated step to an estimate for the most loaded rank.
 
-    If a router sends each choice to a random rank, the estimate is two standard deviations above the mean.
+    If `World.is_simulated` is True, tensors have no values, and all experts get equally many tokens. A real router does
+    not distribute tokens so evenly. The estimate is two standard deviations above the mean number of rows that a rank
+    receives if the router sends each choice to a random rank.
     """
     total = int(received.sum())
     margin = 2 * (max(total, 1) * (1 - 1 / received.shape[0])) ** 0.5 / max(total, 1)

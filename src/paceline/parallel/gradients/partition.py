@@ -30,9 +30,9 @@ class Partition:
     named_parameters: Sequence[NamedParameter]
     """The parameters that the optimizer updates."""
     shard_specs: Mapping[str, ShardSpec]
-    """The shard spec of this rank's part of each sharded parameter of the model."""
+    """The shard specs of the parameters that this rank's model holds. A parameter without a spec is held in full."""
     tensors: Mapping[str, Tensor]
-    """This rank's part of each sharded parameter of the model."""
+    """With a ZeRO stage, the tensors of the parameters that this rank's model holds, except experts; else empty."""
     reducer: Reducer
     sync_after_update: Callable[[], None]
     """Call it after each optimizer update."""
@@ -170,7 +170,9 @@ def add_expert_parameters(
     expert_replicas: World,
     expert_specs: ShardSpecs,
 ) -> Partition:
-    """Add this rank's expert parameters to a partition; they are not sharded.
+    """Add this rank's expert parameters to a partition, without sharding them over the data-parallel ranks.
+
+    `expert_specs` are the shards of these parameters that expert parallelism has assigned to this rank.
 
     A rank's experts get the tokens of all ranks of its `ep` group, so their gradients already include these tokens. The
     gradients are summed only over `expert_replicas`, the ranks that hold the same experts.

@@ -111,7 +111,11 @@ class DeferredModel:
         )
 
     def _make_lender(self) -> Callable[[int], Tensor]:
-        """Return a function that returns the values of the parameter with a storage key, in the same memory layout."""
+        """Return a function that creates the values of a parameter.
+
+        The argument of the function is the storage key of the parameter. The tensor that it returns has the strides of
+        the parameter.
+        """
         parameters_by_storage = {
             storage_key(parameter): (name, parameter) for name, parameter in self.deferred_init.model.named_parameters()
         }

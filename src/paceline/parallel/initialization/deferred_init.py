@@ -1,8 +1,10 @@
 """Deferred initialization: every rank has the model on the meta device, and gets only the values of its shards.
 
 Up to a size limit, one rank of each node builds the real model and sends the other ranks their shards, tensor by
-tensor. Above the limit no rank builds it: each rank replays the constructor's operations for the tensors of which it
-needs a shard. There is one random stream per tensor name, so that the values do not depend on the layout.
+tensor. Above the limit, each rank replays the recorded operations of the constructor for the tensors of which it needs
+a shard, and no rank builds the real model. There is then one random stream per tensor name, so that the values do not
+depend on the layout. If the constructor can't be recorded, a rank must build the real model to find its size. A model
+above the limit is then refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +44,8 @@ class InitialValues(Protocol):
     """A source of initial values.
 
     If `is_local` is True, a rank may call `values` alone and several times, each time for some of the tensors. If it is
-    False, all ranks call `values` once, for all tensors. `PretrainedValues` allows both, although it is not local.
+    False, all ranks call `values` once, for all tensors. `PretrainedValues` is an exception: its `is_local` is False,
+    but a rank may call its `values` alone and several times.
     """
 
     @property
@@ -110,10 +113,11 @@ def defer_init(
     Args:
         build: builds the model, with a fixed seed; every rank calls it, most of them on the meta device.
         pretrained: the job's `model` if its weights are in files; each rank then reads its shards from them.
-        limit_bytes: the limit on parameters and buffers above which no process builds the full model.
+        limit_bytes: the limit on the bytes of parameters and buffers. Above the limit, each rank replays the
+            constructor tensor by tensor; a model that does not allow this is refused.
 
     Raises:
-        UsageError: the model is above the limit, and the constructor cannot be recorded.
+        UsageError: the model is above the limit, and its constructor can't be replayed tensor by tensor.
         JobError, DesyncError: `build` returns no model, or ranks have different models.
     """
     if pretrained is not None:
@@ -157,7 +161,7 @@ def defer_large_model(
 
     Raises:
         DesyncError: ranks have different models.
-        UsageError: the model has too many values that cannot be replayed.
+        UsageError: the constructor was recorded, but it can't be replayed tensor by tensor.
     """
     if pretrained is not None:
         seed_all(stream_key(seed, "build"))
@@ -179,7 +183,7 @@ def build_full_model(build: Callable[[], nn.Module], *, seed: int, limit_bytes: 
     It is a plain build, or, above the limit, a model with one random stream per tensor name.
 
     Raises:
-        UsageError: the model is above the limit, and the constructor cannot be recorded.
+        UsageError: the model is above the limit, and its constructor can't be replayed tensor by tensor.
     """
     with preserve_rng():
         recorded, reason = _try_record(build, seed)
@@ -223,7 +227,12 @@ def _difference_reason(recorded: RecordedModel | None) -> str:
 
 
 def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
-    """Return the initialization that replays the tape; raise `UsageError` if too many values can't be replayed."""
+    """Return the initialization that replays the tape.
+
+    Raises:
+        UsageError: the constructor can't be replayed tensor by tensor. Either too many values come from outside torch,
+            or a tensor that is neither parameter nor buffer depends on random numbers or on parameters.
+    """
     num_stored_bytes = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real_tensors.values())
     if num_stored_bytes > limit_bytes:
         raise _too_large_error(
@@ -247,7 +256,8 @@ def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int)
 
 def _too_large_error(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
     return UsageError(
-        f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and its constructor can't be recorded.",
+        f"the model has {num_bytes:,} bytes, which is above init.limit ({limit_bytes:,}), and its constructor can't be "
+        "replayed tensor by tensor.",
         cause=reason,
         hint=f"--init.limit {num_bytes} to build the full model at the start",
     )

@@ -103,8 +103,10 @@ class _RecordMode(TorchDispatchMode):
             if is_random:
                 self._doubts.append(f"it draws into a tensor that was created elsewhere ({operation_name(func)})")
             return func(*args, **kwargs)
-        is_read_by_torch = operation_name(func) == "_to_copy" and kwargs.get("device") == _CPU
-        if is_read_by_torch or returns_numbers(func):
+        # `ReportedDeviceMode` removes the device CPU from `Tensor.to` and `Tensor.cpu`. Other copies to the CPU, as by
+        # `torch.as_tensor` or pickle, need the real values.
+        is_copy_to_cpu = operation_name(func) == "_to_copy" and kwargs.get("device") == _CPU
+        if is_copy_to_cpu or returns_numbers(func):
             return self._run_on_real(func, args, kwargs)
         if operation_name(func) == "resize_":
             raise Unrecordable("it calls resize_, which changes how much memory a tensor has")

@@ -410,7 +410,8 @@ class NumberRecorder:
     def fold(self, *, num_micro: int) -> bool:
         """Set the numbers to their values after `num_micro` microbatches.
 
-        Return False, on all ranks, if a forward changes a number in an unexpected way; the step must then be rerun.
+        Return False, on all ranks, if the step must be rerun: a known counter did not change by its integer in every
+        forward, or a new counter was found.
         """
         if self._numbers.is_watched and not self._changed_as_expected():
             return False

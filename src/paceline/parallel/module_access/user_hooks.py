@@ -28,7 +28,7 @@ def hook_notes(hooked_names: Collection[str], *, divides_before_backward: bool) 
 
 
 def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse hooks on tensors of a model that is built on the meta device.
+    """Refuse hooks on the tensors of a model that is put on the meta device before it gets its values.
 
     Raises:
         JobError: a tensor has a hook; the message names it.
@@ -36,11 +36,11 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if has_hooks(tensor):
             raise JobError(
-                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old tensor would "
-                "never be called.",
+                f"because the model is first put on the meta device, {name!r} is replaced by a new tensor, and the "
+                "hook on the old tensor would never be called.",
                 cause=_CAUSE,
-                hint="a larger --init.limit, if the model fits into each rank's memory; or move the hook's "
-                "work into loss=",
+                hint="--layout ddp or zero2, with an --init.limit above the size of the model, if each rank has the "
+                "memory for it; or move the hook's work into loss=",
             )
 
 

@@ -101,7 +101,11 @@ def layer_cost(
     efficiency: Efficiency,
     is_compiled: bool = False,
 ) -> LayerCost:
-    """Return the roofline cost of one part on one rank for one microbatch. Only blocks are recomputed (`remat`)."""
+    """Return the roofline cost of one part on one rank for one microbatch.
+
+    Only blocks are recomputed (`remat`). If the memory of a part was measured (`part.ways`), it was measured once for
+    each `remat` of the blocks. The measurement for the layout's `remat` is used, also for a part that is not a block.
+    """
     remat = placement.remat if is_block else "none"
     measured_remat = placement.remat if part.ways else remat
     part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != ZERO else part

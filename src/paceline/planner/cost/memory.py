@@ -146,8 +146,9 @@ def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: i
 def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
     """Return the elements of tensors that are sent without a bucket.
 
-    These are the large tensors, except the model's first tensor, whose bucket also holds flags. The model's last tensor
-    is also sent without a bucket if it is at least as large as the small first bucket.
+    These are the large tensors, except the model's first tensor. The gradient of the first tensor always goes into a
+    bucket, together with one flag for each parameter, which tells whether the parameter got a gradient. The model's
+    last tensor is also sent without a bucket if it is at least as large as the small first bucket.
     """
     element_bytes, (first, last) = (
         profile.element_bytes / tp,

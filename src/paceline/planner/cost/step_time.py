@@ -286,8 +286,10 @@ def _gradient_reduction_seconds(
 ) -> float:
     """Return the exposed seconds of gradient reduction at the end of a step.
 
-    Full gradients are reduced while the last backward runs, and sharded gradients after it. Backward can hide
-    `hidden_seconds`. `gradient_element_bytes` is a mean over all elements; frozen elements have no gradient.
+    With ZeRO stage 0 or 1, the full gradients are all-reduced while the last backward runs, which can hide
+    `hidden_seconds`. With stage 2 or 3, the gradients are reduce-scattered during backward, and
+    `add_sharding_communication` counts that. The resulting shards are all-reduced over the replicas after the last
+    backward. `gradient_element_bytes` is a mean over all elements; frozen elements have no gradient.
     """
     dense_bytes, seconds = gradient_element_bytes * elements.dense, 0.0
     if candidate.zero < 2:

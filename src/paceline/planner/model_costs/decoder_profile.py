@@ -16,6 +16,7 @@ from paceline.planner.model_costs.model_profile import (
     OptimizerFootprint,
 )
 
+# The state is two float32 moments. `moment_bytes` are the bytes of temporaries during the update, not of a moment.
 ADAMW = OptimizerFootprint(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 

@@ -164,7 +164,7 @@ class OptimizerFootprint:
     state_bytes: float
     """The bytes of optimizer state per trainable element."""
     moment_bytes: float = 0.0
-    """The bytes of temporaries during the update, per trainable element."""
+    """The bytes of temporaries during the update, per trainable element; not the bytes of an Adam moment."""
     whole_tensors: bool = False
     """True if the update needs full tensors, not shards."""
 

@@ -80,7 +80,8 @@ class PushedTotals(TotalsReduction):
     def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
         """Store the results of all shares.
 
-        If the batch is one update (`sums_shares`), the worker divided each share's loss by the counts of the batch.
+        If the batch is one update (`sums_shares`), `divided_by` is the same in all pushes: the counts of the whole
+        batch, or None. If each share is an update, `divided_by` has the counts of that share, or is None.
         """
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:

@@ -53,7 +53,11 @@ class ServerMessage:
 
 
 class Connection:
-    """One end of a connection. Every wait fails after `timeout_seconds`. A broken connection is never reused."""
+    """One end of a connection. A broken connection is never reused.
+
+    Each wait for a part of a message fails after `timeout_seconds`. The wait for the connection itself fails after
+    `timeout_seconds` or `CONNECT_SECONDS`, whichever is longer.
+    """
 
     def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
         local_rank, self._peer = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)

@@ -25,10 +25,11 @@ _NEGLIGIBLE_LR = 1e-3
 class _Span:
     """The length of a schedule, which ends with the update `end_step`.
 
-    From then on, the learning rate is constant, or negligible for `ExponentialLR` and `StepLR`. `text` is the schedule
-    as written, and `epoch_text` is the same schedule in epochs. `lengths` has the option that counts steps (`T_max`,
-    `total_iters` or `step_size`), and is empty for other schedules. `is_decay`: the schedule multiplies the rate by
-    `gamma` at every step or at certain steps.
+    At this update the learning rate reaches its lowest value. The exceptions are `ExponentialLR` and `StepLR`, which
+    decrease forever; they end when the learning rate is negligible. `text` is the schedule as written, and `epoch_text`
+    is the same schedule in epochs. `lengths` has the option that counts steps (`T_max`, `total_iters` or `step_size`),
+    and is empty for other schedules. `is_decay`: the schedule multiplies the rate by `gamma` at every step or at
+    certain steps.
     """
 
     end_step: float
@@ -80,7 +81,7 @@ def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bo
 
 
 def _find_span(schedule: Any, unit: str) -> _Span | None:
-    """Return the span of a schedule that only decreases, or of a sequence's last schedule; None for all others.
+    """Return the span of a schedule that decreases up to its end, or of a sequence's last schedule; else None.
 
     `unit` is the number of updates per epoch as text, which converts epochs to updates in `epoch_text`.
     """

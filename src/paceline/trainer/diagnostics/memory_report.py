@@ -26,8 +26,8 @@ _PROCESS_MEASURES = ("VmRSS", "VmHWM", "VmSize", "VmData")
 class MemoryBaseline:
     """The memory that the process used before the model was built.
 
-    `used_bytes` has each measure to which a limit may apply, by its name in `/proc/self/status`. After `after_build`,
-    one of them is measured later: the peak of resident memory (VmHWM).
+    `used_bytes` has each measure to which a limit may apply, by its name in `/proc/self/status`. The baseline that
+    `after_build` returns differs in one of them: its peak of resident memory (VmHWM) was read after the build.
     """
 
     used_bytes: Mapping[str, int]

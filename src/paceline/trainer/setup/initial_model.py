@@ -65,7 +65,7 @@ def build_initial_full_model(
 
     Raises:
         JobError: `build` returns no model.
-        UsageError: the model is above the limit, and its constructor can't be recorded.
+        UsageError: the model is above the limit, and its constructor can't be replayed tensor by tensor.
     """
     if pretrained is not None:
         return build()

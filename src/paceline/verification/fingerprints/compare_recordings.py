@@ -142,7 +142,10 @@ def _format_step(difference: Mapping[str, Any]) -> str:
 
 
 def _first_difference(first: Record, second: Record, check: IllConditionedCheck) -> dict[str, Any] | None:
-    """Return the largest difference in one step that is not rounding; None if there is none."""
+    """Return the difference of one step to report; None if all differences are rounding.
+
+    It is a parameter that only one run has, else the gradient that differs most, else the weight that differs most.
+    """
     for kind, first_fingerprints, second_fingerprints, is_rounding in (
         ("gradient", first.gradients, second.gradients, check.is_gradient_rounding),
         ("weight", first.weights, second.weights, check.is_weight_rounding),

@@ -19,7 +19,9 @@ _HALF_PRECISION_EPS = 2.0**-20  # larger machine epsilons are of half precision:
 _MOVEMENT_EPS = 16.0  # machine epsilons by which a weight's movement may differ after half-precision gradients
 _GRADIENT_EPS = 12.0  # machine epsilons by which a half-precision gradient may differ; measured: 2 to 10, four layers
 _MOVEMENT_MARGIN = 4.0  # the two runs may move in opposite directions, and both movements are estimates
-_MIN_SPREAD = 2.0  # the norm over the largest element: with about four elements or fewer, a factor may be chance
+# The least norm of a tensor, divided by its largest element. With a smaller ratio, about four elements carry the norm,
+# and two such tensors may be proportional by chance.
+_MIN_SPREAD = 2.0
 # rounding affects all gradients: of 2,900 differences in bfloat16, none was more than 4.4 times all others together
 _OUTLIER_RATIO = 8.0
 _ZERO_EPS = 1.0  # a gradient below this many machine epsilons of the gradients around it may be rounded to zero
@@ -50,7 +52,7 @@ class IllConditionedCheck:
 
     @property
     def unjudged(self) -> list[str]:
-        """The parameters whose gradient was only rounding in a step so far. A difference in them proves nothing."""
+        """The parameters whose gradients have differed only by rounding. A difference in them proves nothing."""
         return sorted(self._rounding_movement)
 
     def is_gradient_rounding(self, name: str, step: int) -> bool:

@@ -1,7 +1,7 @@
 """A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
 It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
-update. Of the run it uses only the record of the updates.
+update. Of the run it uses only the record of the updates, and which server holds which parameter.
 """
 
 import time

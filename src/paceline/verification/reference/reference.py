@@ -99,7 +99,7 @@ class ReferenceGradient:
     term_counts: dict[str, list[float]] = field(default_factory=dict)
     """The counts of each term, by microbatch."""
     max_abs: dict[str, float] = field(default_factory=dict)
-    """For exact mode, the largest element of a microbatch's gradient, by parameter."""
+    """For exact mode, by parameter: the largest element of a microbatch's gradient, divided by the divisor."""
     empty_terms: list[str] = field(default_factory=list)
     """The terms without a target that prevent a step.
 

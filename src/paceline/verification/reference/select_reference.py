@@ -29,9 +29,10 @@ _COMPRESSION_FAULTS = (
 
 
 class RuleReference:
-    """The comparison of one update rule's runs with one process. The defaults are those of the synchronous rule.
+    """The comparison of one update rule's runs with one process.
 
-    `rules_out` lists the errors that a comparison of independent runs would find.
+    The methods' defaults are those of the synchronous rule. `rules_out` lists the errors that a comparison of
+    independent runs would find.
     """
 
     rules_out: ClassVar[str] = "wrong gradients, loss or evaluation; a microbatch on weights of a wrong version"

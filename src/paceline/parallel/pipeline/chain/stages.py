@@ -205,7 +205,7 @@ class Stages:
 
     def _no_block_error(self, stage: int) -> JobError:
         return JobError(
-            f"the forward of stage {stage} ended before its block {self.split.blocks[0]}.",
+            f"the forward of stage {stage} called no block of the model; {self.split.blocks[0]!r} must come first.",
             cause="a branch that skips blocks, or a forward= that does not call the model",
             hint="forward=lambda model, batch: model(...), which calls every block once",
         )

@@ -42,7 +42,8 @@ def _find_bounds(
 ) -> Bounds | None:
     """Return bounds with which `try_split` succeeds, or None.
 
-    Only the first `_MAX_TRIES` possible bounds, in lexicographic order, are tried; the most even of them come first.
+    The candidates are the first `_MAX_TRIES` of all possible bounds in lexicographic order. They are tried in the order
+    of the size of their largest stage, smallest first.
     """
     num_blocks = len(trace.blocks)
     candidates = [
