@@ -71,8 +71,8 @@ class ProfiledJob:
 class PlannedLayouts:
     """The cost model of a job (`forecast`), and the layouts to choose from (`options`), which fit by forecast.
 
-    `grid` is the search space if no option is left. `rejected` are the layouts that were refused during timing, with
-    reasons. `other_cpu_share` is the fraction of the cores that other programs used during timing.
+    `grid` is the space to search again if all options turn out not to fit. `rejected` are the layouts that were refused
+    during timing, with reasons. `other_cpu_share` is the fraction of the cores that other programs used during timing.
     """
 
     profiled_job: ProfiledJob

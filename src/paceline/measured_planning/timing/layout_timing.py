@@ -36,7 +36,8 @@ _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
 _LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
 _CONSECUTIVE_STEPS = 4  # in a turn on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-# a layout whose first (or second) step takes longer than this multiple of the fastest layout's gets no more steps
+# A layout whose first (or second) step takes longer than this multiple of the fastest layout's gets no more steps,
+# unless its forecast is among the best.
 _TOO_SLOW_RATIOS = (4.0, 2.5)
 _EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # if each layout has so many steps, timing ends at this share of the limit
 _DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
@@ -291,8 +292,9 @@ def _build_trials(
 def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> list[int | None]:
     """Return the lengths to which the lists of equal blocks are truncated for timing: two lengths to extrapolate from.
 
-    Return `[None]` if the whole model is timed. The extrapolation to about three times the longer length multiplies
-    errors by about four. So models with few blocks, and pipelines with many stages, are not truncated.
+    Return `[None]` if the whole model is timed, which is more accurate: the extrapolation, to about three times the
+    longer length, multiplies errors by about four. Models with few blocks are timed whole, because it takes little
+    longer, and so are pipelines with many stages, because each stage needs a block.
     """
     min_blocks, depth = -(-timing_trial.min_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))

@@ -33,7 +33,7 @@ _TORCH_NORM_FILES = frozenset(module.__file__ for module in (batchnorm, instance
 
 
 class StatisticsReads(TorchFunctionMode):
-    """A function mode for one forward and its loss that calls `on_read(norm)` if user code reads the norm's statistics.
+    """A function mode for one forward or backward that calls `on_read(norm)` if user code reads a norm's statistics.
 
     `is_inside(norm)` returns whether a call of the norm, or one of its hooks, is running. Call `finish_call(norm)` when
     the call ends: a value that was computed from the statistics and is still alive then counts as a read.

@@ -151,9 +151,9 @@ def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -
 
     The hook adds positions if the forward accepts them and the call omits them. With the positions it adds a mask of
     ones, because without a mask transformers interprets gaps between positions as packed documents. If the model's loss
-    shifts labels, the hook also passes `labels` as `shift_labels`, so that the model does not shift them. If
-    `should_shift_labels` is set, `shard` has already shifted them. Else the job has a loss of its own, which can't use
-    the model's `output.loss`.
+    shifts labels, the hook also passes `labels` as `shift_labels`, so that the model does not shift them. With
+    `should_shift_labels`, `shard` has already shifted them. Without it, the labels are not shifted at all, and
+    `output.loss` is wrong. But then the job has a loss of its own, and a job whose loss uses `output.loss` is refused.
     """
     forward_parameters = inspect.signature(model.forward).parameters
     names = [name for name in forward_parameters if name != "self"]
