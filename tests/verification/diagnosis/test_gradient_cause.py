@@ -42,7 +42,7 @@ CASES = {
     "divided twice": (lambda o, c, r: everywhere(np.full(len(c), 1 / r)), "1/3"),
     "one reduced twice": (lambda o, c, r: {"b.weight": np.full(len(c), float(r))}, "1 of 3: b.weight"),
     "one not reduced": (lambda o, c, r: {"a.bias": (o == 0) * 1.0}, "not reduced: rank 0"),
-    "one not reduced but averaged": (lambda o, c, r: {"a.bias": (o == 1) / r}, "rank 1's own gradient, averaged"),
+    "one not reduced but averaged": (lambda o, c, r: {"a.bias": (o == 1) / r}, "rank 1's own gradient, divided by the ranks"),
     "mean of ranks' means": (
         lambda o, c, r: everywhere(np.array([c.sum() / (r * c[o == o[j]].sum()) for j in range(len(c))])),
         "divided by each rank's own count",

@@ -9,7 +9,7 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError
 from paceline.planner.layout.mesh import Mesh
-from paceline.planner.layout.rule_planning import DELAYED_TOKENS, RulePlanning
+from paceline.planner.layout.rule_planning import REASON_AGAINST_TOKEN_LIMIT, RulePlanning
 
 
 class HogwildPlanning(RulePlanning):
@@ -19,7 +19,7 @@ class HogwildPlanning(RulePlanning):
         {
             "device": "workers share the machine's memory, not a GPU's",
             "exact": "the order in which workers write to the model is not reproducible",
-            "tokens": DELAYED_TOKENS,
+            "train.tokens": REASON_AGAINST_TOKEN_LIMIT,
             "log.statistics": "each worker has gradients of its own",
             "fp16": "each worker would have its own loss scale",
             "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",

@@ -11,7 +11,7 @@ from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
-from paceline.planner.layout.rule_planning import DELAYED_TOKENS, RulePlanning
+from paceline.planner.layout.rule_planning import REASON_AGAINST_TOKEN_LIMIT, RulePlanning
 
 
 def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
@@ -47,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": DELAYED_TOKENS,
+            "train.tokens": REASON_AGAINST_TOKEN_LIMIT,
             "log.statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward, but sites do not wait for each other",
         }

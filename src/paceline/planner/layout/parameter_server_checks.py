@@ -10,7 +10,7 @@ from paceline.config.update_rule import UNBOUNDED, UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
-from paceline.planner.layout.rule_planning import DELAYED_TOKENS, RulePlanning
+from paceline.planner.layout.rule_planning import REASON_AGAINST_TOKEN_LIMIT, RulePlanning
 
 
 def _servers_hold(servers: int) -> str:
@@ -25,7 +25,7 @@ class ParameterServerPlanning(RulePlanning):
         {
             "device": "gradients are sent over gloo, which is tested on CPUs only",
             "exact": "the order of arrival is not recorded",
-            "tokens": DELAYED_TOKENS,
+            "train.tokens": REASON_AGAINST_TOKEN_LIMIT,
             "log.statistics": "each gradient is that of a single share of a batch",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward, but workers do not wait for each other",

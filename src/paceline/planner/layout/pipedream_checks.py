@@ -10,7 +10,7 @@ from paceline.config.update_rule import UpdateKind, UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
 from paceline.planner.layout.mesh import Mesh
-from paceline.planner.layout.rule_planning import DELAYED_TOKENS, RulePlanning
+from paceline.planner.layout.rule_planning import REASON_AGAINST_TOKEN_LIMIT, RulePlanning
 from paceline.schedule.weight_version_rules import Rule, VersionRule, build_continuous_program, weight_versions_used
 
 
@@ -26,7 +26,7 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": DELAYED_TOKENS,
+            "train.tokens": REASON_AGAINST_TOKEN_LIMIT,
             "log.statistics": "the stages are at different updates when a step is logged",
             "skip": "a stage cannot skip a step that other stages have already taken",
             "sync_bn": "statistics of several weight versions would mix",

@@ -9,7 +9,7 @@ from paceline.config.update_rule import UpdateRule
 from paceline.errors import PacelineError
 from paceline.planner.layout.mesh import Mesh
 
-DELAYED_TOKENS = (
+REASON_AGAINST_TOKEN_LIMIT = (
     "the tokens of a step are counted some steps later, but a save counts them immediately, so the step at which the "
     "run ends would depend on when it saves"
 )

@@ -42,7 +42,11 @@ def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[boo
     return {
         "device": (device != "cpu", f"--device {device}", "--device cpu"),
         "exact": (train.exact, "--train.exact", "leave it out, or --update sync"),
-        "tokens": (train.tokens is not None, "--train.tokens", "--train.steps, --train.samples or --train.epochs"),
+        "train.tokens": (
+            train.tokens is not None,
+            "--train.tokens",
+            "--train.steps, --train.samples or --train.epochs",
+        ),
         "log.statistics": (settings.log.statistics, "--log.statistics", "leave it out, or --update sync"),
         "fp16": (train.precision == "fp16", "fp16", "--train.precision bf16"),
         "skip": (skips, "--train.on_nonfinite skip", "--train.on_nonfinite stop"),

@@ -62,7 +62,8 @@ def build_calibrated_forecast(
 ) -> LayoutForecast:
     """Return the layout of an estimate with its forecast, and with the ratios of measured to forecast values.
 
-    The ratios come from earlier runs on this cluster. The time ratio also covers steps of the layout that were timed.
+    The ratios come from earlier runs on this cluster. If steps of this layout were timed, the time ratio is also
+    multiplied by their measured time divided by the forecast.
     `source` says how the forecast was made; if steps were timed, the source is `TIMED`.
     """
     cluster, family = cost_model.cluster, estimate.candidate.family

@@ -187,7 +187,7 @@ def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
         expects_everywhere=False,
     )
     yield Hypothesis(
-        cause=f"{prefix}, averaged over ranks",
+        cause=f"{prefix}, divided by the ranks",
         weights=rank_weights / ranks,
         expects_agreement=False,
         expects_everywhere=False,
