@@ -196,7 +196,7 @@ def _difference_cause(
     largest = max((abs(factor) for factor in known_factors), default=0.0)
     if len(known_factors) < len(factors) or max(known_factors) - min(known_factors) > PROPORTIONAL_TOLERANCE * largest:
         return (
-            f"the gradients do not differ by one common factor ({share}). Possible causes: different samples, "
+            f"the gradients differ, and not by one common factor ({share}). Possible causes: different samples, "
             "different random numbers, counts that differ between ranks or microbatches (a mean of means), or only "
             "one rank's gradient"
         )
