@@ -34,7 +34,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
 
 train and verify take --compress bf16|fp16|int8|powersgd|topk and --update pipedream|2bw|local|diloco|ps; train also
 takes --update hogwild.
-Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
+Every setting has one name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
 `paceline VERB --help` prints a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
 75 stopped and saved (the same command resumes), 130 interrupted (stopped at once)."""
 

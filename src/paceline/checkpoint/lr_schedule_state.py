@@ -30,7 +30,8 @@ from paceline.step.optimizer_update import lr_scheduler_error, step_lr_scheduler
 _POSITION_KEYS = frozenset(
     {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
 )
-_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # not compared with schedules of `describe_saved_schedules`
+# Not compared if the saved description comes from `describe_saved_schedules`.
+_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})
 _INNER_SCHEDULES = "_schedulers"
 _SCHEDULED_OPTIONS = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
@@ -277,7 +278,8 @@ def _code_digest(code: CodeType) -> str:
 
 def _describe_differences(saved: Description, current: Description, *, lr_differs: bool) -> Iterator[str]:
     kind, is_from_state_dict = current["kind"], saved.get("kind") is None  # see `_describe_saved`
-    if not (is_from_state_dict and current["functions"]):  # the initial values of a user-defined class are not known
+    # A `state_dict` does not show the initial values of a schedule that contains user-defined functions or methods.
+    if not (is_from_state_dict and current["functions"]):
         for key in changed_keys(saved["state"], current["state"]):
             is_in_both = key in saved["state"] and key in current["state"]
             if not (is_from_state_dict and key in _COUNTER_KEYS) and (is_in_both or not key.startswith("_")):

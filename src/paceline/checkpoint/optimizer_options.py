@@ -1,7 +1,8 @@
 """The optimizer options that the job's factory sets. They are recorded, so that a resume finds a changed option.
 
-A checkpoint has the options that the schedule has set since, so it can't show such a change. A resume compares the
-factory's options with those at the start of the run. A changed option that the user accepts applies from the next step.
+A checkpoint has the options as the schedule has changed them, so it can't show a change by the user. A resume compares
+the factory's options with those at the start of the run. A changed option that the user accepts applies from the next
+step.
 """
 
 from collections.abc import Mapping, Sequence

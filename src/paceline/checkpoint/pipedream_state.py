@@ -31,7 +31,7 @@ class StashedWeightsState:
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
-        """Add the older weights, named `updates ago/FQN`, and the positions of the last batches."""
+        """Add the positions of the last batches and the older weights. Their names begin with their age: `2/FQN`."""
         step, writable = self.step, list[Writable]()
         for version, weights in step.versions.saved_state().items():
             for name, tensor in weights.items():

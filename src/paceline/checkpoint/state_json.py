@@ -33,7 +33,7 @@ def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) ->
     becomes JSON if there is no `store`, or if `store` returns None.
 
     Raises:
-        CheckpointError: a tensor is large, and there is no `store`.
+        CheckpointError: a tensor is large, and `store` is missing or returns None.
     """
     if isinstance(value, np.ndarray | np.generic):
         return _encode_numpy(value)
@@ -137,7 +137,7 @@ def normalize_numbers(value: Any) -> Any:
 
 
 def _is_unwritable(item: Any) -> bool:
-    """Return whether only the job can create the item, or an element of it if it is a list or tuple."""
+    """Return whether the item, or an element of it if it is a collection, could not be written."""
     if isinstance(item, Mapping):
         inner = item.get("value")
         return item.get(_TAG) == _UNWRITABLE or (item.get(_TAG) in _COLLECTIONS and _is_unwritable(inner))

@@ -101,7 +101,7 @@ def _leaves_of_optimizers(optimizers: Sequence[Optimizer]) -> _Leaves:
 
 
 def _leaves(value: Any, owner: Optimizer | None) -> Iterator[_Leaf]:
-    """Yield the tensors in a value, each with its version count, and the numbers in it. Parameters are saved anyway."""
+    """Yield a value's tensors with their version counts, its numbers, and its text. Parameters are saved anyway."""
     if isinstance(value, nn.Parameter | nn.Module):
         return
     if isinstance(value, Tensor):

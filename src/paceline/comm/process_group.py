@@ -85,8 +85,8 @@ class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
     `store` is the rendezvous store. If the script has created the process group itself, `store` is None until
-    `connect_store` connects to the rendezvous store. Workers outside this world, which may restart, connect at
-    `worker_endpoint` through `store`. `subgroups` caches the results of `subgroup`.
+    `connect_store` connects to the rendezvous store. Workers outside this world, which may restart, connect to the
+    address `worker_endpoint`, where `store` listens. `subgroups` caches the results of `subgroup`.
     """
 
     rank: int = 0

@@ -89,7 +89,7 @@ def verify_checkpoint(run: str | None = None) -> VerifiedCheckpoint:
         return verified
     if check_consolidated(final):
         return replace(verified, consolidated=str(final))
-    return replace(verified, note=f"{final} was not compared: {WEIGHTS_RECORD} next to it has no digests")
+    return replace(verified, note=f"{final} was not compared: {WEIGHTS_RECORD} next to it is missing or has no digests")
 
 
 def _verify_consolidated(folder: Path) -> VerifiedCheckpoint:
@@ -188,7 +188,9 @@ def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
-    """Remove all checkpoints except the last `keep`, the best, and a good one; return the removed paths.
+    """Remove all checkpoints except the last `keep`, the best and the latest; return the removed paths.
+
+    If none of these can be read, nothing is removed.
 
     Raises:
         UsageError: `keep` is less than 1.

@@ -29,7 +29,7 @@ from paceline.verification.rung_result import RECORDING_FLOOR, judge_distance
 
 ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:time_layout"
 _REFUSED, _FAILED = "refused", "failed"
-_THREADS_NOTE = "replicas are threads: memory between steps, without activations and messages"
+_THREADS_NOTE = "replicas are threads, so the memory is that between steps, without activations and messages"
 _WARMUP_STEPS = 1  # steps that are not timed
 _EXTRA_STEPS = 5  # more steps, which record the schedule and the memory
 _VERIFY_LINE = "Verdicts compare losses with {first}. To compare gradients and weights too: "
@@ -56,7 +56,7 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Train the job for a few steps in each layout and compare the layouts.
 
-    The verdict on a layout compares its losses with those of the first layout that completed. A layout that does not
+    The verdict on a layout compares its losses with those of the first row that has losses. A layout that does not
     fit the job becomes a row with the reason.
 
     Raises:

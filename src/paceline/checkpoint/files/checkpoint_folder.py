@@ -110,8 +110,8 @@ def read_manifest(path: Path) -> ManifestSchema:
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     """Return the newest intact checkpoint, or None, and a list of checkpoints that can't be used.
 
-    The list has the newer checkpoints that are damaged, and the staging folders of interrupted saves. If no
-    checkpoint is found, but `latest` names one, the list has this missing checkpoint.
+    The list has the newer checkpoints that are damaged, and the staging folders of interrupted saves. If nothing at
+    all is found, but `latest` names a checkpoint, the list has this missing checkpoint.
     """
     _restore_replaced(folder)
     refused = [

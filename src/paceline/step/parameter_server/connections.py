@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.errors import DesyncError
 from paceline.step.parameter_server.flat_buffers import layout_of, unpack_gradients
-from paceline.step.parameter_server.pushed_gradients import GradientPush, push_from_json
+from paceline.step.parameter_server.push_messages import GradientPush, push_from_json
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import (
     Connection,

@@ -27,7 +27,7 @@ from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.microbatches import StepBatch
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.model_state import served_weights, sparse_tables
-from paceline.step.parameter_server.pushed_gradients import (
+from paceline.step.parameter_server.push_messages import (
     AppliedUpdate,
     GradientPush,
     PushedBatch,

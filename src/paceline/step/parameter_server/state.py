@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import layout_of
-from paceline.step.parameter_server.pushed_gradients import GradientPush
+from paceline.step.parameter_server.push_messages import GradientPush
 
 _PATIENCE = 0.25  # as a fraction of the worker's timeout
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.console.formatting import plural
 from paceline.step.parameter_server.parameter_server_step import ServerStep
-from paceline.step.parameter_server.pushed_gradients import AppliedUpdate
+from paceline.step.parameter_server.push_messages import AppliedUpdate
 from paceline.step.parameter_server.transport import connect_store
 from paceline.trainer.parameter_server_worker import compute_shares
 from paceline.trainer.setup.build_training_setup import TrainingSetup
