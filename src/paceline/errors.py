@@ -13,10 +13,10 @@ from paceline.user_code import is_from_argument_parser, is_user_file
 
 
 def shorten_text(text: str, *, lines: int = 8, width: int = 400) -> str:
-    """Return the text unchanged if it has at most `width` characters, else a shorter text.
+    """Return a text of at most `width` characters unchanged; shorten a longer one.
 
-    The shorter text has at most `lines` lines, each cut after `width` characters. It says how long a cut line is, and
-    how many lines are omitted.
+    Its first `lines` lines are kept, each cut after `width` characters, with a note of its length. If lines are
+    omitted, one more line says how many.
     """
     all_lines = text.splitlines() if len(text) > width else [text]
     shown_lines = [

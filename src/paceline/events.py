@@ -58,7 +58,10 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """Exact metrics over a whole split. `average` is True if the averaged weights (`ema`) were evaluated."""
+    """Exact metrics over a whole split.
+
+    `average` is True if the averaged weights (`ema`) were evaluated. `extra` has what `on_eval` returned as text.
+    """
 
     step: int
     split: str

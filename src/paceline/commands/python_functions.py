@@ -261,7 +261,7 @@ def evaluate(
         job: the `Job` of a run that was started with an object.
 
     Returns:
-        `split`, `step`, `checkpoint`, `metrics`, `samples`, `average`.
+        `split`, `step`, `checkpoint`, `metrics`, `samples`, `average` (True if the weights are the average of `ema=`).
 
     Raises:
         PacelineError: there is no such run, split or checkpoint, or the evaluation failed.

@@ -61,7 +61,7 @@ class Layout:
     sizes: dict[str, int] = field(default_factory=dict)
     """The size of each requested axis. `REMAINING_RANKS` stands for all ranks that are left."""
     threads: int | None = None
-    """The number of replicas as threads; None for one per rank."""
+    """The number of replicas, which are threads of one process; None if `--ranks` gives it."""
     zero: int = 3
     """The ZeRO stage of `dp_shard`; 3 is FSDP."""
     schedule: str = "1f1b"
@@ -291,7 +291,7 @@ def _parse_offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]
 
 
 def _options_without_axis(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
-    """Return errors for options of an axis that was not requested."""
+    """Return errors for options of an axis that was not requested, and for options that contradict the ZeRO stage."""
     axis_of_option = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
     axis_of_option |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
     problems: list[PacelineError] = [

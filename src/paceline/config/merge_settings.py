@@ -36,7 +36,7 @@ class RequestedSettings:
         """Return these values, and the values in `lower` of all settings that have none here.
 
         `lower` comes from Python code: from a job, or from the `settings=` of a function. `origin` is the origin of the
-        values in `lower`. If an error names another text as their origin, `where` is this text.
+        values in `lower`. Errors name `where` instead, if it is given.
 
         Raises:
             UsageError, Problems: a name is unknown, a value has the wrong type, or a job that is already built gets a

@@ -1,9 +1,9 @@
-"""A separate process that uses the dataset instead of a rank that has data workers.
+"""A separate process that uses the dataset in place of a rank, if the rank has data workers.
 
 A file handle that a dataset opens at its first read is shared with every process that is forked later. Two such
 processes would seek and read at the same time, and get wrong records. Therefore a rank with data workers never uses the
-dataset itself, not even for `len()`. It forks a separate process, which looks like a data worker to user code. A rank
-without data workers forks nothing and reads the data itself.
+dataset itself, not even for `len()`. It forks a separate process. To the code of a map-style dataset, this process
+looks like a data worker. A rank without data workers forks nothing and reads the data itself.
 """
 
 import os

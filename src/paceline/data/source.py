@@ -254,7 +254,7 @@ class SampleOrder:
             raise JobError(f"order= returned lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= self._num_samples:
             raise DataError(
-                f"order= returned indices outside 0..{self._num_samples - 1} at epoch {epoch}.",
+                f"order= returned no indices, or indices outside 0..{self._num_samples - 1}, at epoch {epoch}.",
                 hint=_ORDER_HINT,
             )
         return indices

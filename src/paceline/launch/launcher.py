@@ -35,8 +35,8 @@ class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
-    otherwise one signal ends them. If `servers` is positive, the first `servers` ranks are parameter servers, and any
-    other rank that is killed is restarted alone.
+    otherwise one signal ends them, except SIGUSR1. If `servers` is positive, the first `servers` ranks are parameter
+    servers, and any other rank that is killed is restarted alone.
     """
 
     ranks: int

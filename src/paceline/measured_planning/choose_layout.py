@@ -233,7 +233,8 @@ class _Selection:
     def _count_refusal(self, part: str, error: str) -> None:
         """Count a refusal of a part. Remove the part after two refusals with equal reasons, or three with any reasons.
 
-        Refusals of sizes count for their axis, and refusals of candidates for their family.
+        Refusals of sizes count for their axis. Refusals of a candidate count for its only part, or for its family if it
+        has several parts.
         """
         reasons = self._reasons.setdefault(part, [])
         reasons.append(re.sub(r"\d+", "", error))

@@ -1,4 +1,4 @@
-"""Parent-death signals: ranks die with a killed launcher, so that none trains on in the run folder."""
+"""Parent-death signals: ranks die with a killed launcher, so that none continues to train in the run folder."""
 
 import ctypes
 import os
