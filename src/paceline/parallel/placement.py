@@ -108,7 +108,7 @@ class Placement:
 
     @property
     def absent_names(self) -> frozenset[str]:
-        """The names of the parameters that only other ranks hold."""
+        """The names of the parameters and buffers that only other ranks hold."""
         pipeline_absent_names = frozenset[str]() if self.pipeline_model is None else self.pipeline_model.absent_names
         return pipeline_absent_names | {name for name, part in self.expert_specs.items() if part.local_shape is None}
 
@@ -174,7 +174,11 @@ class ParallelizedModel:
     """The parameters on which the user registered hooks."""
 
     def owned_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank owns; if several ranks hold a parameter, one of them owns it."""
+        """Return the parameters that this rank updates.
+
+        With optimizer shards, one of the ranks that hold a parameter updates it. Otherwise every rank updates all of its
+        parameters.
+        """
         is_unsharded = self.optim_shards.is_unsharded
         return [
             member.parameter for member in self.named_parameters if is_unsharded or self.optim_shards.owns(member.name)

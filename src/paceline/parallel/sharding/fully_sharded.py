@@ -212,7 +212,7 @@ def _clone_views(output: Any) -> Any:
 
 
 def _refuse_mixed_dtypes(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Raise LayoutError if a unit has parameters of several dtypes: a unit is gathered in one buffer."""
+    """Raise LayoutError if a unit has trainable parameters of several dtypes: a unit is gathered in one buffer."""
     names = {p: name for name, p in model.named_parameters()}
     assigned = set(ignored)
     for unit in units:

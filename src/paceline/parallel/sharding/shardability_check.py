@@ -123,7 +123,10 @@ def refuse_ignored_groups(optimizer: Optimizer) -> None:
 
 
 def accepts_empty_tensor(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can step on an empty tensor; True also if steps on other single tensors fail."""
+    """Return whether the optimizer can step on an empty tensor.
+
+    If its step fails on a small tensor with elements too, emptiness is not the reason, and the result is True.
+    """
     for group in merge_equal_groups(optimizer):
         non_empty = torch.zeros(_trial_shapes(max(p.dim() for p in group["params"]))[0])
         # a scalar that another rank owns is an empty vector on this one

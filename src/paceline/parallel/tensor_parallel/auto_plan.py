@@ -181,7 +181,8 @@ def _search_until_stable(
 def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearchMode, model: nn.Module) -> bool:
     """Decide about column-parallel weights whose outputs no row-parallel matmul reads; return whether this changed one.
 
-    Only a vocabulary head stays sharded, and then its embedding is sharded too. The other weights become whole.
+    Of these weights only a vocabulary head stays sharded; the others become whole. An embedding is
+    sharded if a head has its size or, without a head, if its vocabulary is large.
     """
     changed = False
     shapes = {name: p.shape for name, p in model.named_parameters()}

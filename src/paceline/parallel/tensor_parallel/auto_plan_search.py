@@ -101,7 +101,7 @@ class PlanSearchMode(TorchFunctionMode):
         )
 
     def record_consumer(self, value: ShardPropagatingTensor, consumer: str) -> None:
-        """Record the consumer of a value, which may be sharded, for the weights that produced the value."""
+        """Record the consumer of a sharded value, for the weights that produced the value."""
         for origin in value.origins:
             self.consumers.setdefault(origin, set()).add(consumer)
 

@@ -22,7 +22,8 @@ from paceline.torch_internals.private_api import tensor_version
 class TensorParallelGroup(Protocol):
     """The collectives of one tensor-parallel group of `size` ranks, as seen by the rank `rank`.
 
-    With `sequence`, sums of three-dimensional activations are sharded along the sequence (sequence parallelism).
+    With `sequence`, the three-dimensional sums of linear and embedding layers are sharded along the sequence (sequence
+    parallelism).
     """
 
     rank: int
@@ -183,7 +184,7 @@ class _ReduceScatterPartials(torch.autograd.Function):
 def copy_to_parallel_region(full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     """Return a full tensor as the input of sharded operations: identity in forward, all-reduce in backward.
 
-    The result is cached on the tensor, so that several reads need only one all-reduce in backward.
+    The result is cached on the tensor, unless it is a leaf, so that several reads need only one all-reduce in backward.
     """
     if not (full_tensor.requires_grad and torch.is_grad_enabled()):
         return full_tensor

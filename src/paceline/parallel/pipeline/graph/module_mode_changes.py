@@ -143,7 +143,7 @@ class ModeChangeCheck:
 
         def hook(*_: Any) -> None:
             self._num_units_entered += 1
-            if torch.is_grad_enabled():  # a forward under no_grad is exported operation by operation
+            if torch.is_grad_enabled():  # a unit that is called under no_grad is exported operation by operation
                 self._find_change(unit)
 
         return hook

@@ -89,7 +89,7 @@ class GraphStages:
         previous stage's output.
 
         Raises:
-            JobError: `call` does not call the model.
+            JobError: `call` does not call the model, and this is not the last stage.
             LayoutError: with these inputs the forward differs from the traced one, or the model is called twice.
         """
         if stage not in self.owned_stages:

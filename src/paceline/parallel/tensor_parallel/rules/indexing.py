@@ -17,7 +17,8 @@ def narrow_sharded(
 ) -> ShardPropagatingTensor:
     """Return `[start, stop)` along a dimension; along the sharded dimension the range must consist of full sections.
 
-    If it does not, raise `NoRule`, with `sections` or the sizes before, in and after the range as suggested sections.
+    If it does not, raise `NoRule`. It suggests sections: `sections` if given, otherwise three, whose sizes are those of
+    the parts before the range, in it and after it.
     """
     if dim != x.sharding.dim:
         return wrap_like(x, x.local.narrow(dim, start, stop - start), x.sharding)
