@@ -176,8 +176,8 @@ class ParallelizedModel:
     def owned_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank updates.
 
-        With optimizer shards, one of the ranks that hold a parameter updates it. Otherwise every rank updates all of its
-        parameters.
+        With optimizer shards, one of the ranks that hold a parameter updates it. Otherwise every rank updates all of
+        its parameters.
         """
         is_unsharded = self.optim_shards.is_unsharded
         return [
