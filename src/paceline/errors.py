@@ -15,8 +15,8 @@ from paceline.user_code import is_from_argument_parser, is_user_file
 def shorten_text(text: str, *, lines: int = 8, width: int = 400) -> str:
     """Return a text of at most `width` characters unchanged; shorten a longer one.
 
-    Its first `lines` lines are kept, each cut after `width` characters, with a note of its length. If lines are
-    omitted, one more line says how many.
+    Of a longer text, the first `lines` lines are kept. A line with more than `width` characters is cut, and a note in
+    this line says how long it was. If lines are omitted, one more line says how many.
     """
     all_lines = text.splitlines() if len(text) > width else [text]
     shown_lines = [

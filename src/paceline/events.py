@@ -34,6 +34,9 @@ class StepDone(Event):
 
     `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, only those to
     other sites); None if unknown.
+
+    `statistics` has the norm of each parameter (key `weight_norm/FQN`) and the norm of its gradient (key
+    `grad_norm/FQN`). It is empty unless the setting `log.statistics` is on.
     """
 
     step: int
@@ -60,7 +63,8 @@ class StepDone(Event):
 class EvalDone(Event):
     """Exact metrics over a whole split.
 
-    `average` is True if the averaged weights (`ema`) were evaluated. `extra` has what `on_eval` returned as text.
+    `average` is True if the averaged weights (`ema`) were evaluated. If the job's `on_eval` returns a dict, `metrics`
+    also has the numbers of this dict, and `extra` has the other values of this dict as text.
     """
 
     step: int

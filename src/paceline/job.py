@@ -60,6 +60,10 @@ class Job:
     terms, or a scalar mean over the samples of the microbatch. Without `loss`, the model's own `output.loss` is used.
     `optimizer` gets a list of `(name, parameter)` and returns an optimizer or a list of optimizers.
 
+    `count(batch)` returns the `count` that `loss` will return, or a dict with the count of each term. It is called
+    before the forward, so that the loss can be divided by the count before the backward. This is needed under fp16 and
+    for several loss terms.
+
     `loss_over="batch"` is for a loss that compares samples with each other. Such a loss is computed over the whole
     batch, instead of over each microbatch. `sequence` says, for the layout `cp`, which dimension of an entry of the
     batch is the sequence, as in `{"input_ids": 1}`. The documentation explains every field (docs/job.md).

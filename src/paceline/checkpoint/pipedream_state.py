@@ -31,7 +31,11 @@ class StashedWeightsState:
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
-        """Add the positions of the last batches and the older weights. Their names begin with their age: `2/FQN`."""
+        """Add the older weights to `files`, and the positions of the last batches to `state`.
+
+        The key of an older weight is its age and its FQN: after two more updates, `fc.weight` has the key
+        `2/fc.weight`.
+        """
         step, writable = self.step, list[Writable]()
         for version, weights in step.versions.saved_state().items():
             for name, tensor in weights.items():

@@ -104,7 +104,10 @@ def _decode(value: Any, fetch: FetchTensor | None) -> Any:
 
 
 def remove_unwritable_values(value: Any) -> Any:
-    """Return encoded state without the values that could not be written, and without lists that contain them."""
+    """Return encoded state without the values that could not be written.
+
+    A list, tuple, set or deque with such an element is left out completely.
+    """
     if isinstance(value, Mapping) and value.get(_TAG) is None:
         return {key: remove_unwritable_values(item) for key, item in value.items() if not _is_unwritable(item)}
     return [remove_unwritable_values(item) for item in value] if isinstance(value, list) else value

@@ -126,7 +126,7 @@ def _leaf(tensor: Tensor) -> _Leaf:
 
 
 def _no_tensor() -> None:
-    """Return None, as the tensor reference of a number."""
+    """Return None. In a leaf that is not a tensor, this function replaces the reference to a tensor."""
 
 
 def _changed_names(before: _Leaves, after: _Leaves) -> Iterator[str]:

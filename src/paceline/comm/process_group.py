@@ -85,8 +85,9 @@ class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
     `store` is the rendezvous store. If the script has created the process group itself, `store` is None until
-    `connect_store` connects to the rendezvous store. Workers outside this world, which may restart, connect to the
-    address `worker_endpoint`, where `store` listens. `subgroups` caches the results of `subgroup`.
+    `connect_store` connects to the rendezvous store. A world of parameter servers does not include the workers, because
+    each worker may restart alone. The workers reach the servers through the rendezvous store, and `worker_endpoint` has
+    the address of this store. `subgroups` caches the results of `subgroup`.
     """
 
     rank: int = 0

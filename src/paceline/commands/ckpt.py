@@ -190,7 +190,7 @@ def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
     """Remove all checkpoints except the last `keep`, the best and the latest; return the removed paths.
 
-    If none of these can be read, nothing is removed.
+    If none of the checkpoints that would remain is intact, nothing is removed.
 
     Raises:
         UsageError: `keep` is less than 1.

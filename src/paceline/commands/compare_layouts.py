@@ -56,8 +56,8 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Train the job for a few steps in each layout and compare the layouts.
 
-    The verdict on a layout compares its losses with those of the first row that has losses. A layout that does not
-    fit the job becomes a row with the reason.
+    The verdict on a layout compares its losses with those of the first entry of `layouts` whose run completed,
+    even if another layout was trained earlier. A layout that does not fit the job becomes a row with the reason.
 
     Raises:
         PacelineError, Problems: a check before the start failed; the problems of all layouts are reported together.

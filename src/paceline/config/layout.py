@@ -116,7 +116,7 @@ class Layout:
         return prod(sizes)
 
     def processes(self, *, ranks: int) -> int:
-        """Return the number of processes for these ranks: threads are replicas in one process."""
+        """Return the number of processes for `ranks` ranks. It is 1 if the replicas are threads of one process."""
         return 1 if self.kind is LayoutKind.THREADS else ranks
 
 

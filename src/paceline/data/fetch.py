@@ -173,18 +173,18 @@ def raise_worker_error(value: Any) -> Any:
     return value
 
 
-def start_function(source: Source, *, reports_single_worker: bool, parent: int) -> Callable[[int], None]:
+def start_function(source: Source, *, user_code_sees_one_worker: bool, parent: int) -> Callable[[int], None]:
     """Return the function that a data worker runs first.
 
     It makes the worker ignore signals and die with its `parent`, and then calls the user's `worker_init_fn`. With
-    `reports_single_worker`, `get_worker_info()` reports a single worker.
+    `user_code_sees_one_worker`, `get_worker_info()` reports a single worker, however many there are.
     """
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(worker: int) -> None:
         follow_rank(parent)
         torch.set_num_threads(1)
-        set_worker_dataset(source.data, is_only_worker=reports_single_worker)
+        set_worker_dataset(source.data, is_only_worker=user_code_sees_one_worker)
         if user_init is not None:
             user_init(worker)
 

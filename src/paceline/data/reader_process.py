@@ -112,7 +112,7 @@ def _serve_calls(
             return
         try:
             if target is None:
-                start_function(source, reports_single_worker=True, parent=parent)(0)
+                start_function(source, user_code_sees_one_worker=True, parent=parent)(0)
                 if not source.is_indexed:
                     hide_worker_info()
                 target = make()

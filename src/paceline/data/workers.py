@@ -76,7 +76,7 @@ class DataWorkers:
         if not self._source.workers:
             return None
         pins_memory = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
-        init_worker = start_function(self._source, reports_single_worker=False, parent=os.getpid())
+        init_worker = start_function(self._source, user_code_sees_one_worker=False, parent=os.getpid())
         loader = DataLoader(
             self._fetcher,
             num_workers=self._source.workers,

@@ -34,9 +34,10 @@ _MAX_RESTARTS = 3
 class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
-    With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
-    otherwise one signal ends them, except SIGUSR1. If `servers` is positive, the first `servers` ranks are parameter
-    servers, and any other rank that is killed is restarted alone.
+    With `saves_checkpoints`, the run folder is locked, and the first stop signal asks the ranks to finish their step
+    and save. Without `saves_checkpoints`, only SIGUSR1 asks the ranks to stop, and any other stop signal kills them. If
+    `servers` is positive, the first `servers` ranks are parameter servers, and any other rank that is killed is
+    restarted alone.
     """
 
     ranks: int

@@ -111,6 +111,8 @@ def _replay_stage(
         fake_mode.comparisons_are_true = True
         updated_tensors = [member.parameter for member in setup.named_parameters]
         optimizers = setup.update.optimizers
+        # A run keeps `num_retained_batches` batches in memory, so the replay reads the same number. A parameter server
+        # keeps batches without samples (`reads_samples` is False), so its replay reads only one batch for each step.
         step_inputs = _read_batches(
             setup, plan, setup.step.num_retained_batches if step_rule(plan.update_rule).traits.reads_samples else 2
         )

@@ -58,7 +58,7 @@ class WorkerShards:
         self._pending_chunks: dict[int, deque[ShardChunk]] = {request.position.shard: deque() for request in requests}
         workers = min(source.workers, len(requests))
         dataset = _ShardDataset(sharding=sharding, requests_by_worker=[requests[k::workers] for k in range(workers)])
-        init_worker = start_function(source, reports_single_worker=True, parent=os.getpid())
+        init_worker = start_function(source, user_code_sees_one_worker=True, parent=os.getpid())
 
         def start(worker: int) -> None:
             init_worker(worker)
