@@ -52,8 +52,9 @@ _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 class ServerStep(SynchronousStep):
     """The parameter server's step.
 
-    Results are read in the order of the batches. So a batch that is not complete yet holds back its own result and those
-    of all newer batches: `lag` batches in total.
+    Results are read in the order of the batches. So a batch that is not complete yet holds back its own result and
+    those of all newer batches: `lag` batches in total.
+
     `sync_after_update` sends each server's parameters to all servers. It is not called after every update, but only
     before the whole model is evaluated or saved.
     """
