@@ -1,4 +1,4 @@
-"""Checks of modules and parameters of a loss that are not part of the model: they are not trained, sent or saved."""
+"""Checks for parts of a loss that are not in the model: modules and parameters that are not trained, sent or saved."""
 
 from typing import Any
 
@@ -40,7 +40,8 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     return [
         "warning: loss= contains parameters that are not the model's and are not trained "
         f"({first_names(untrained)}): put "
-        "the loss's module into model= to train them (docs/loss.md), or requires_grad_(False) marks this as intended"
+        "the loss's module into model= to train them (docs/loss.md), or call requires_grad_(False) on them if they "
+        "are not meant to be trained"
     ]
 
 
