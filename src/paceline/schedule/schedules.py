@@ -107,7 +107,7 @@ def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
 
 
 def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
-    """Split each backward into I and W, with W after the I of `delay` later backwards."""
+    """Split each backward into I and W. `delay` backwards of later microbatches run their I before its W."""
     delayed: Order = []
     pending: list[Action] = []
     for action in order:

@@ -108,7 +108,7 @@ def measure_floors(
         perturbed = reference.compute_gradient(position, microbatches=microbatches)
         is_close = is_rounding(gradient, perturbed, reference)
         is_rounding_dominated = is_rounding_dominated or (has_half_precision_slices(reference) and not is_close)
-        # if neither: a discrete decision flipped (round, argmax, top-k), which is not rounding
+        # otherwise a discrete decision flipped (round, argmax, top-k), and this run says nothing about rounding
         if is_close or is_rounding_dominated:
             rerun_gradients.append(perturbed)
             buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})

@@ -119,7 +119,7 @@ def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]
     ranks = " and ".join(f"rank {silent_rank.rank}" for silent_rank in silent_ranks)
     limit = _timeout_limit(waiter.message)
     message = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
-    is_in_step = waiter.kind != MachineError.__name__  # ranks that do not even connect end with a MachineError
+    is_in_step = waiter.kind != MachineError.__name__  # a MachineError means that the ranks never connected
     longer_timeout = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
     error = RunError(message, cause=_cause(first), hint=_hint(first, longer_timeout))
     error_fields = {**error.as_json(), "error": TIMEOUT}

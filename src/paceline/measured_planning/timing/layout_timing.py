@@ -36,8 +36,8 @@ _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
 _LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
 _CONSECUTIVE_STEPS = 4  # in a turn on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-# A layout whose first (or second) step takes longer than this multiple of the fastest layout's gets no more steps,
-# unless its forecast is among the best.
+# Multiples of the fastest layout's step time. If a layout's first (or second) step takes longer than the first (or
+# second) multiple, the layout is not timed further, unless its forecast is among the best.
 _TOO_SLOW_RATIOS = (4.0, 2.5)
 _EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # if each layout has so many steps, timing ends at this share of the limit
 _DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
@@ -135,7 +135,10 @@ def time_layouts(
 
 
 def _memory_groups(timing_trials: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
-    """Yield groups of trials that fit in memory together: all of them between steps, and one of them in a step."""
+    """Yield groups of trials that fit in memory together.
+
+    A group fits if the memory holds the states of all its trials and, in addition, what a step of one of them needs.
+    """
     group: list[TimingTrial] = []
     for trial in timing_trials:
         extended = [*group, trial]

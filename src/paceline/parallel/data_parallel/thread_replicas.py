@@ -94,7 +94,7 @@ class ThreadReducer:
     `target_parameters` are the parameters of the first replica. Each thread sums the gradients of some of them.
     """
 
-    needs_equal_microbatches = False  # see `Reducer.needs_equal_microbatches`
+    needs_equal_microbatches = False  # the replicas may run different numbers of microbatches
 
     def __init__(
         self,
