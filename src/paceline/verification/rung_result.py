@@ -23,8 +23,8 @@ class RungResult:
     warning: str = ""
     left_out: str = ""
     """What the verdict does not cover, although the user would expect it."""
-    by_micro: bool = False
-    """Whether the results may depend on how a batch is split into microbatches."""
+    depends_on_microbatches: bool = False
+    """Whether another split of the batches into microbatches may give other results."""
     compared: dict[str, int] = field(default_factory=dict)
     """The number of compared tensors or metrics, by kind."""
 

@@ -65,7 +65,7 @@ def verify_answer(
         "ranks": ranks,
         "steps": steps,
         "micro_batch_size": micro_batch_size,
-        "by_micro": any(result.by_micro for result in results),
+        "by_micro": any(result.depends_on_microbatches for result in results),
         "max_difference": worst.max_difference,
         "noise_floor": worst.noise_floor,
         "first_difference": next((r.first_difference for r in results if r.first_difference is not None), None),

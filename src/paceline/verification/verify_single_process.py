@@ -33,7 +33,7 @@ _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 def verify_single_process(make_reference: Callable[[], Reference]) -> RungResult:
     """Run a batch twice, then in halves, to test that the job is deterministic and its loss a sum over samples."""
-    rung_result = RungResult(by_micro=True)
+    rung_result = RungResult(depends_on_microbatches=True)  # until the comparison with halves shows otherwise
     _compare_repeated_batch(make_reference, rung_result)
     _compare_with_halves(make_reference(), rung_result)
     return rung_result
@@ -135,7 +135,8 @@ def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
         reference = reference.with_config(autocast=None)
     if reference.job.loss_over == "batch":
         rung_result.detail += " The loss is over the whole batch, so it need not be the sum over parts of a batch."
-        rung_result.by_micro = bool(norms_with_statistics(reference.model)) or _draws_per_microbatch(reference)
+        shares_statistics = bool(norms_with_statistics(reference.model))
+        rung_result.depends_on_microbatches = shares_statistics or _draws_per_microbatch(reference)
         return
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
@@ -159,7 +160,7 @@ def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
     factor = median(factor for _, factor, _ in results)
     if distance <= tolerance:
         rung_result.detail += " The loss is a sum over samples."
-        rung_result.by_micro = _draws_per_microbatch(reference)
+        rung_result.depends_on_microbatches = _draws_per_microbatch(reference)
         return
     if keeps_state:
         rung_result.detail += (

@@ -457,7 +457,7 @@ def rows_of(folder: Path) -> list[Any]:
         ({"global_batch_size": 25}, "larger than the data, 24 samples an epoch"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=math.nan)}, "with lr=nan in group 0"),
         ({"optimizer": lambda named: torch.optim.SGD(named, lr=torch.tensor(math.inf))}, "with lr=inf in group 0"),
-        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "a StepLR of another optimizer than"),
+        ({"lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(OTHER, 3)}, "its StepLR controls another one"),
         ({"lr_schedule": lambda o: 3}, "expected a schedule with step"),
         ({"model": lambda: nn.DataParallel(nn.Linear(4, 2))}, "model= returned a DataParallel"),
         ({"model": lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 2))}, "model= failed: .*process group"),

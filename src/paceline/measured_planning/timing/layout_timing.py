@@ -187,7 +187,9 @@ def _time_group(
         (trial.candidate, trial.blocks, step_seconds) for trial, step_seconds in zip(accepted, steps, strict=True)
     ]
     since, until = {trial.candidate: clock_zero + trial.start_time for trial in reversed(trials)}, clock_zero + clock()
-    for trial in trials:  # not after an error: other ranks would report closed connections first
+    # Reached only without an error. Closing after an error would hide it: the other ranks would report the closed
+    # connections first.
+    for trial in trials:
         trial.close()
     gc.collect()
     summaries = summarize_timings(timings, depths)

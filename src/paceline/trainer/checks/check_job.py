@@ -94,7 +94,7 @@ def unfit_lr_schedulers(lr_schedulers: Sequence[Any], optimizers: Sequence[Optim
     ]
     optimizer_mismatches: list[PacelineError] = [
         JobError(
-            f"lr_schedule= returned a {type(schedule).__name__} of another optimizer than the one that it got.",
+            f"lr_schedule= was given one optimizer, but its {type(schedule).__name__} controls another one.",
             cause="it was built from an optimizer in a variable; a run builds its own with optimizer=",
             hint="lr_schedule=lambda optimizer: ...(optimizer, ...): use the argument",
         )
