@@ -39,7 +39,8 @@ _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and
 # Multiples of the fastest layout's step time. If a layout's first (or second) step takes longer than the first (or
 # second) multiple, the layout is not timed further, unless its forecast is among the best.
 _TOO_SLOW_RATIOS = (4.0, 2.5)
-_EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # if each layout has so many steps, timing ends at this share of the limit
+# Timing ends after 2/3 of the time limit if each layout has run 24 steps by then.
+_EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24
 _DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
 _SECOND_TURN_RATIO = 1.2  # a dropped layout below this multiple of the best forecast gets a second turn
 
