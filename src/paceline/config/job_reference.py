@@ -188,7 +188,9 @@ def _parse_file(path: Path) -> ast.Module:
         raise JobError(f"{path.name} is not Python source: {error}.", where=str(path), hint="job.py") from None
     except RecursionError:
         raise JobError(
-            f"the code in {path.name} is nested too deeply to be read.", where=str(path), hint="keep long tables in a data file"
+            f"the code in {path.name} is nested too deeply to be read.",
+            where=str(path),
+            hint="keep long tables in a data file",
         ) from None
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.", hint=f"ls -l {path}") from None
