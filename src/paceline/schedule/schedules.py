@@ -107,7 +107,7 @@ def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
 
 
 def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
-    """Split each backward into I and W. `delay` backwards of later microbatches run their I before its W."""
+    """Split each backward into an input part and a weight part, which runs after the next `delay` input parts."""
     delayed: Order = []
     pending: list[Action] = []
     for action in order:

@@ -42,7 +42,8 @@ _TOO_SLOW_RATIOS = (4.0, 2.5)
 # Timing ends after 2/3 of the time limit if each layout has run 24 steps by then.
 _EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24
 _DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
-_SECOND_TURN_RATIO = 1.2  # a dropped layout below this multiple of the best forecast gets a second turn
+# A dropped layout gets a second turn if its forecast is below this multiple of the best forecast.
+_SECOND_TURN_RATIO = 1.2
 
 
 @dataclass(kw_only=True)
