@@ -299,8 +299,8 @@ def _build_trials(
 def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> list[int | None]:
     """Return the lengths to which the lists of equal blocks are truncated for timing: two lengths to extrapolate from.
 
-    Return `[None]` if the whole model is timed, which is more accurate: the extrapolation, to about three times the
-    longer length, multiplies errors by about four. Models with few blocks are timed whole, because it takes little
+    Return `[None]` if the whole model is timed. This is more accurate, because an extrapolation to about three times
+    the longer length multiplies errors by about four. Models with few blocks are timed whole, because it takes little
     longer, and so are pipelines with many stages, because each stage needs a block.
     """
     min_blocks, depth = -(-timing_trial.min_blocks // max(1, len(depths))), min(depths, default=0)
