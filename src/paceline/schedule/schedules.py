@@ -107,7 +107,11 @@ def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
 
 
 def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
-    """Split each backward into an input part and a weight part, which runs after the next `delay` input parts."""
+    """Split each backward into an input part and a weight part, and delay the weight parts.
+
+    Between the two parts of one backward, the input parts of `delay` other backwards run. Weight parts that are left
+    run at the end.
+    """
     delayed: Order = []
     pending: list[Action] = []
     for action in order:

@@ -36,8 +36,8 @@ _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
 _LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
 _CONSECUTIVE_STEPS = 4  # in a turn on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-# Multiples of the fastest layout's step time. If a layout's first (or second) step takes longer than the first (or
-# second) multiple, the layout is not timed further, unless its forecast is among the best.
+# Limits for the first and for the second step of a layout, as multiples of the fastest layout's step time. A layout
+# above a limit is not timed further, unless its forecast is among the best.
 _TOO_SLOW_RATIOS = (4.0, 2.5)
 # Timing ends after 2/3 of the time limit if each layout has run 24 steps by then.
 _EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24

@@ -29,8 +29,8 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 class LossContract:
     """The loss of one job; its methods check the values that the user's functions return.
 
-    `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values. `note`
-    is a text for the user if the check has found that the loss is not a sum over samples. Otherwise, `note` is empty.
+    `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values. If
+    `run_sum_check` finds that the loss is not a sum over samples, `note` tells the user so. Otherwise, `note` is empty.
     """
 
     def __init__(self, *, job: Job, model: nn.Module, probes_model_loss: bool = True) -> None:
