@@ -189,8 +189,8 @@ def _time_group(
         (trial.candidate, trial.blocks, step_seconds) for trial, step_seconds in zip(accepted, steps, strict=True)
     ]
     since, until = {trial.candidate: clock_zero + trial.start_time for trial in reversed(trials)}, clock_zero + clock()
-    # Reached only without an error. Closing after an error would hide it: the other ranks would report the closed
-    # connections first.
+    # Reached only if no exception was raised. Closing after an exception would hide it: the other ranks would report
+    # the closed connections first.
     for trial in trials:
         trial.close()
     gc.collect()
@@ -301,7 +301,7 @@ def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> li
 
     Return `[None]` if the whole model is timed. This is more accurate, because an extrapolation to about three times
     the longer length multiplies errors by about four. Models with few blocks are timed whole, because it takes little
-    longer, and so are pipelines with many stages, because each stage needs a block.
+    longer. Pipelines with many stages are timed whole too, because each stage needs a block.
     """
     min_blocks, depth = -(-timing_trial.min_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))
