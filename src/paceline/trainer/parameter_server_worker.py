@@ -26,7 +26,7 @@ from paceline.launch.failures.failure_record import annotate_step
 from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.parameter_server.flat_buffers import gradient_codes, layout_of, pack_gradients
-from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
+from paceline.step.parameter_server.served_tensors import fixed_tensors, model_digest
 from paceline.step.parameter_server.transport import (
     CONNECT_SECONDS,
     Connection,

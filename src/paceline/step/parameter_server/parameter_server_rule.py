@@ -17,8 +17,8 @@ from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import Mesh
-from paceline.step.parameter_server.model_state import sparse_tables
 from paceline.step.parameter_server.parameter_server_step import ServerStep
+from paceline.step.parameter_server.served_tensors import sparse_tables
 from paceline.step.parameter_server.transport import open_store
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule

@@ -26,7 +26,6 @@ from paceline.errors import RunError
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.microbatches import StepBatch
 from paceline.step.parameter_server.connections import WorkerConnections
-from paceline.step.parameter_server.model_state import served_weights, sparse_tables
 from paceline.step.parameter_server.push_messages import (
     AppliedUpdate,
     GradientPush,
@@ -36,6 +35,7 @@ from paceline.step.parameter_server.push_messages import (
     push_to_json,
     sum_pushed_gradients,
 )
+from paceline.step.parameter_server.served_tensors import served_weights, sparse_tables
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
 from paceline.step.replica_context import ReplicaContext
