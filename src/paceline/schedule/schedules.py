@@ -109,8 +109,8 @@ def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
 def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
     """Split each backward into an input part and a weight part, and delay the weight parts.
 
-    Between the two parts of one backward, the input parts of `delay` other backwards run. Weight parts that are left
-    run at the end.
+    Between the two parts of one backward, the input parts of `delay` other backwards run. The remaining
+    weight parts run at the end.
     """
     delayed: Order = []
     pending: list[Action] = []

@@ -15,8 +15,8 @@ from paceline.verification.reference.sample_reader import num_rows
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, to_double
 
-# The largest relative distance between the gradient of a microbatch and the sum of the gradients of its two parts: the
-# larger of 1e-4 and 16 machine epsilons.
+# The gradients of two parts must add up to the gradient of the whole. The allowed relative distance is 1e-4, or 16
+# machine epsilons if that is more.
 _SUM_TOLERANCE = 1e-4
 _SUM_TOLERANCE_EPS = 16
 _FACTOR_TOLERANCE = 0.5  # how far from 2 a factor may be to count as "twice as much"

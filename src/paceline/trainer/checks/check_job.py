@@ -95,7 +95,7 @@ def unfit_lr_schedulers(lr_schedulers: Sequence[Any], optimizers: Sequence[Optim
     optimizer_mismatches: list[PacelineError] = [
         JobError(
             f"lr_schedule= was given one optimizer, but its {type(schedule).__name__} controls another one.",
-            cause="it was built from an optimizer in a variable; a run builds its own with optimizer=",
+            cause="the schedule was built from a fixed optimizer, but each run makes a new optimizer with optimizer=",
             hint="lr_schedule=lambda optimizer: ...(optimizer, ...): use the argument",
         )
         for schedule, optimizer in zip(lr_schedulers, optimizers, strict=False)
