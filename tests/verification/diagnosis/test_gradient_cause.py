@@ -76,6 +76,16 @@ def test_other_random_numbers_fit_nothing() -> None:
     assert "different random numbers" in unexplained_gradient(evidence, num_parameters=1)
 
 
+def test_all_wrong_parameters_are_counted_although_few_are_examined() -> None:
+    rng = np.random.default_rng(5)
+    evidence = [
+        GradientEvidence(name=f"w{k}", observed=rng.standard_normal(4), contributions=np.ones((2, 4)), floor=1e-7)
+        for k in range(4)
+    ]
+    text = unexplained_gradient(evidence, num_parameters=40, num_differing=30)
+    assert "(30 of 40: w0, w1, w2 ...)" in text
+
+
 def test_data_order_is_named() -> None:
     right = {0: (1, 2), 1: (3, 4)}
     assert data_cause(right, right) is None
