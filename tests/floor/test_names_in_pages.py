@@ -61,6 +61,11 @@ def unresolved(name: str) -> bool:
     return False
 
 
+def test_the_first_page_stays_short() -> None:
+    """What does not fit belongs on a page of its own."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert sorted(path for path in named_files(page) if not exists(path)) == []
