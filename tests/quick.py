@@ -21,6 +21,7 @@ QUICK = (
     "floor/test_tests_tree.py",
     "launch/agent/test_process_exit.py",
     "launch/agent/test_respawn.py",
+    "launch/agent/test_run_state_machine.py",
     "launch/agent/test_signals.py",
     "launch/agent/test_supervisor.py",
     "launch/failures/test_first_failure.py",

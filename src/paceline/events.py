@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.console.formatting import plural
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -13,7 +15,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A run, or its next attempt, begins."""
+    """A run, or its next attempt, begins. `is_restart` is True if the run restarted by itself after a fault."""
 
     run_id: str
     job: str
@@ -23,6 +25,32 @@ class RunStarted(Event):
     resumed_from: int | None = None
     total_steps: int | None = None
     banner: tuple[str, ...] = ()
+    is_restart: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarted(Event):
+    """A run restarted by itself after a fault.
+
+    `resumed_step` is the step of the checkpoint from which it continues, 0 if nothing had been saved. `repeated_steps`
+    counts the steps that are computed again, with the step that the fault interrupted. `seconds` is the time from the
+    fault until the ranks were ready for their next step.
+    """
+
+    attempt: int
+    reason: str
+    failed_step: int
+    resumed_step: int
+    repeated_steps: int
+    seconds: float
+    source: str = "disk"
+
+    @property
+    def outcome(self) -> str:
+        """What the restart did, as text that follows the reason."""
+        origin = f"step {self.resumed_step} ({self.source})" if self.resumed_step else "the first step"
+        repeated = plural(self.repeated_steps, "step")
+        return f"restarted in {self.seconds:.2f} s from {origin}; {repeated} repeated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +184,19 @@ class RunEnded(Event):
     step: int
     exit_code: int
     seconds: float = 0.0
+
+
+def restarted_event(restart: Mapping[str, Any], *, attempt: int, resumed_step: int) -> Restarted:
+    """Return the event of a restart that is ready for its next step now. `restart` is a field of the run's task."""
+    failed_step = int(restart["failed_step"])
+    return Restarted(
+        attempt=attempt,
+        reason=str(restart["reason"]),
+        failed_step=failed_step,
+        resumed_step=resumed_step,
+        repeated_steps=max(0, failed_step - resumed_step),
+        seconds=(time.monotonic_ns() - int(restart["monotonic_ns"])) / 1e9,
+    )
 
 
 NAMES_ON_DISK = {"ForecastChecked": "Foretold"}

@@ -36,7 +36,9 @@ def test_changed_buffers_outlive_a_kill(shop: Shop, words: tuple[str, ...]) -> N
     more = (*words, *steps, "--watch.to", "jsonl")
     ended = shop.run("train", "job.py", "--run-dir", "whole", *more)
     assert ended.code == 0, ended.text
-    ended = shop.run("train", "job.py", "--run-dir", "cut", *more, "--faults", "kill rank=0 step=4")
+    ended = shop.run(
+        "train", "job.py", "--run-dir", "cut", *more, "--survive.restarts", "0", "--faults", "kill rank=0 step=4"
+    )
     assert ended.code == 1, ended.text
     ended = shop.run("train", "job.py", "--run-dir", "cut", *more)
     assert ended.code == 0, ended.text

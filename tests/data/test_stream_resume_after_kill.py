@@ -90,7 +90,18 @@ def test_kills_and_other_numbers_of_ranks_change_no_sample_and_no_bit(stream_sho
     assert shop.train("whole", *words, ranks=1, steps=32).code == 0
     for attempt, (ranks, workers) in enumerate(((3, 0), (1, 4)), 1):
         fault = f"kill rank={rng.randrange(ranks)} step={10 * attempt + rng.randrange(-2, 5)} attempt={attempt}"
-        ended = shop.train("cut", *words, "--faults", fault, "--data.workers", str(workers), ranks=ranks, steps=32)
+        ended = shop.train(
+            "cut",
+            *words,
+            "--survive.restarts",
+            "0",
+            "--faults",
+            fault,
+            "--data.workers",
+            str(workers),
+            ranks=ranks,
+            steps=32,
+        )
         assert ended.code == 1 and "SIGKILL" in ended.err, ended.text
         said += ended.text
     ended = shop.train("cut", *words, "--data.workers", "1", ranks=2, steps=32)

@@ -27,7 +27,9 @@ def test_any_number_of_ranks_gives_the_one_process_weights(shop: Shop, alone: st
 def test_kills_and_resumes_on_other_numbers_of_ranks_change_no_bit(shop: Shop, alone: str) -> None:
     for ranks, step in ((2, 3), (3, 5), (1, 8), (4, 11)):
         fault = f"kill rank={ranks - 1} step={step} attempt={_next(shop)}"
-        ended = shop.train("cut", *COMMON, "--checkpoint.every", "1", "--faults", fault, ranks=ranks)
+        ended = shop.train(
+            "cut", *COMMON, "--checkpoint.every", "1", "--survive.restarts", "0", "--faults", fault, ranks=ranks
+        )
         assert ended.code == 1, ended.text
         assert f"at step {step}" in ended.text and f"rank {ranks - 1}" in ended.text
     assert shop.train("cut", *COMMON, ranks=2).code == 0

@@ -36,7 +36,7 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
     attempt = 1
     for _ in range(2):
         fault = f"kill rank={rng.randrange(ranks)} step={rng.randrange(2, 12)} attempt={attempt}"
-        ended = shop.train("cut", *WORDS, "--faults", fault, ranks=ranks)
+        ended = shop.train("cut", *WORDS, "--survive.restarts", "0", "--faults", fault, ranks=ranks)
         attempt += 1
         if ended.code == 0:
             break
@@ -48,7 +48,9 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
 def test_a_resume_on_another_number_of_ranks_reads_the_same_samples(shop: Shop) -> None:
     more = ("--train.micro_batch_size", "3")
     assert shop.train("whole", *WORDS, *more, ranks=2).code == 0
-    assert shop.train("cut", *WORDS, *more, "--faults", "kill rank=0 step=7", ranks=3).code == 1
+    assert (
+        shop.train("cut", *WORDS, *more, "--survive.restarts", "0", "--faults", "kill rank=0 step=7", ranks=3).code == 1
+    )
     assert shop.train("cut", *WORDS, *more, ranks=1).code == 0
     whole, cut = (_last(shop.path / run / "metrics.jsonl") for run in ("whole", "cut"))
     assert cut["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-4)
@@ -57,7 +59,7 @@ def test_a_resume_on_another_number_of_ranks_reads_the_same_samples(shop: Shop) 
 
 def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop: Shop) -> None:
     """Started on two ranks without a word about microbatches; then the printed line, on three."""
-    fault = ("--faults", "kill rank=1 step=9")
+    fault = ("--survive.restarts", "0", "--faults", "kill rank=1 step=9")
     ended = shop.train("cut", *WORDS, "--train.epochs", "3", *fault, steps=12)
     (line,) = [line for line in ended.err.splitlines() if line.startswith("Resume: ")]
     words = shlex.split(line.removeprefix("Resume: paceline "))
@@ -91,7 +93,7 @@ def test_one_signal_finishes_the_step_saves_and_says_go_on(shop: Shop, number: s
 def test_two_signals_stop_now(shop: Shop) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(
-        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000", "--faults", "hang rank=1 step=9",
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000", "--survive.restarts", "0", "--faults", "hang rank=1 step=9",
         "--watch.to", "console,jsonl", environ={"MARK": mark},
     )  # fmt: skip
     wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 1 ")
@@ -151,7 +153,7 @@ def test_the_first_failing_rank_is_named(shop: Shop, name: str) -> None:
         f"    def forward(self, x):\n        STEP[0] += 1\n        {line}\n",
     )
     shop.write("job.py", "import ctypes, os\nRANK = int(os.environ.get('RANK', 0)); STEP = [0]\n" + code)
-    ended = shop.train("run", "--eval.every", "1000")
+    ended = shop.train("run", "--eval.every", "1000", "--survive.restarts", "0")
     assert ended.code == 1
     screen = ended.err
     assert (screen.startswith("FAILED") and word in screen.splitlines()[0] and f"rank {rank[-1]}" in screen.splitlines()[0].replace(
@@ -327,7 +329,7 @@ def test_a_stop_at_any_point_changes_nothing_of_the_end(shop: Shop, name: str) -
     fault, step = STOPS[name]
     more = [*WORDS[:2], "--checkpoint.every", "3", "--eval.every", "4", "--train.micro_batch_size", "2"]
     assert shop.train("whole", *more).code == 0
-    ended = shop.train("cut", *more, "--faults", fault)
+    ended = shop.train("cut", *more, "--survive.restarts", "0", "--faults", fault)
     assert ended.code == 75 and "Stopped and saved" in ended.err, ended.text
     assert (shop.path / "cut" / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
     assert step not in _evaluations(shop.path / "cut")

@@ -70,7 +70,7 @@ def test_exact_mode_gives_one_digest_on_real_data(shop: Shop, example: str) -> N
         digests.add(shop.digest(f"on{ranks}"))
     for attempt, (ranks, step) in enumerate(((2, 31), (5, 77), (1, 90), (3, 140), (8, 177)), 1):
         fault = f"kill rank={ranks - 1} step={step} attempt={attempt}"
-        more = ["--checkpoint.every", "9", "--faults", fault]
+        more = ["--checkpoint.every", "9", "--survive.restarts", "0", "--faults", fault]
         assert shop.run("train", name, "--ranks", str(ranks), "--run-dir", "cut", *words, *more, timeout=900).code == 1
     assert shop.run("train", name, "--ranks", "4", "--run-dir", "cut", *words, timeout=900).code == 0
     digests.add(shop.digest("cut"))

@@ -141,7 +141,18 @@ def flip_last_byte(file: Path) -> None:
 @pytest.mark.soak
 def test_compare_says_defaults_ranks_and_attempts(shop: Shop) -> None:
     shop.train("a", ranks=1)
-    shop.train("b", "--faults", "kill rank=0 step=11", "--data.workers", "1", "--job.lr", "0.1", ranks=1)
+    shop.train(
+        "b",
+        "--survive.restarts",
+        "0",
+        "--faults",
+        "kill rank=0 step=11",
+        "--data.workers",
+        "1",
+        "--job.lr",
+        "0.1",
+        ranks=1,
+    )
     shop.train("b", "--data.workers", "1", "--job.lr", "0.1", ranks=1)
     text = shop.run("compare", "a", "b").out
     said = {line.split("  ")[1].strip(): line for line in text.splitlines() if line.startswith("  ")}

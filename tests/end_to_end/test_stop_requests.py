@@ -79,7 +79,8 @@ def test_what_comes_twice_by_itself_is_no_second_wish(shop: Shop, number: signal
 @pytest.mark.parametrize("how", ["stopped", pytest.param("hangs", marks=pytest.mark.soak)])
 def test_who_does_not_answer_is_named(shop: Shop, how: str) -> None:
     fault = ("--faults", "hang rank=1 step=25") if how == "hangs" else ()
-    process = shop.start(*TRAIN, "--ranks", "3", "--train.steps", "100000", "--train.timeout_seconds", "4", *fault)
+    words = (*TRAIN, "--ranks", "3", "--train.steps", "100000", "--survive.restarts", "0")
+    process = shop.start(*words, "--train.timeout_seconds", "4", *fault)
     wait_for(log(shop), "step 20 ")
     if how == "stopped":
         os.kill(rank_pid(process.pid, rank=1), signal.SIGSTOP)
@@ -127,7 +128,7 @@ def test_a_second_ctrl_c_ends_it_though_the_fork_server_is_stopped(shop: Shop) -
 
 
 def test_a_killed_fork_server_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
-    process = shop.start(*TRAIN, "--train.steps", "100000")
+    process = shop.start(*TRAIN, "--train.steps", "100000", "--survive.restarts", "0")
     wait_for(log(shop), "step 20 ")
     (forkserver,) = children(process.pid)
     os.kill(forkserver, signal.SIGKILL)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.commands.compare import compare
-from paceline.events import EvalDone, Event, RunEnded, RunStarted, StepDone
+from paceline.events import EvalDone, Event, Restarted, RunEnded, RunStarted, StepDone, as_dict
 from paceline.filesystem.run_lock import lock_run_folder
 from paceline.launch.failures.failure_record import write_failure
 from paceline.profiling.environment import code_facts, loaded_modules
@@ -524,8 +524,22 @@ def test_the_page_names_a_log_that_is_there(tmp_path: Path, first: dict[str, obj
     folder = tmp_path / "logs" / "attempt-1"
     folder.mkdir(parents=True)
     (folder / "first-failure.json").write_text(json.dumps(first))
-    page = show_failures(RunFolder(tmp_path))
+    page = show_failures(read_history(RunFolder(tmp_path)))
     assert head in page and log in page and "rank -1" not in page and "rank--1" not in page
+
+
+def test_a_failure_says_how_the_run_restarted(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        folder = tmp_path / "logs" / f"attempt-{attempt}"
+        folder.mkdir(parents=True)
+        (folder / "first-failure.json").write_text(json.dumps({"rank": 1, "kind": "signal", "message": "SIGKILL"}))
+    event = Restarted(
+        attempt=2, reason="rank 1 killed", failed_step=18, resumed_step=17, repeated_steps=1, seconds=0.14
+    )
+    damaged = {"event": "Restarted", "attempt": "three"}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (as_dict(event), damaged)))
+    first, second = show_failures(read_history(RunFolder(tmp_path))).split("Attempt 2")
+    assert "restarted in 0.14 s from step 17 (disk); 1 step repeated" in first and "restarted" not in second
 
 
 @pytest.mark.parametrize(("total", "text"), [(20, "12 of 20"), (12, "12 of 12"), (10, "12")])

@@ -38,7 +38,7 @@ def test_it_reaches_the_accuracy_of_the_digits_example(shop: Shop, workers: int)
 def test_killed_it_goes_on_and_leaves_no_shared_memory(shop: Shop) -> None:
     before = set(Path("/dev/shm").glob("paceline-*"))
     words = ("--update", "hogwild", "--checkpoint.every", "4")
-    killed = shop.train("run", *words, "--faults", "kill rank=1 step=7", steps=12)
+    killed = shop.train("run", *words, "--survive.restarts", "0", "--faults", "kill rank=1 step=7", steps=12)
     assert killed.code == 1 and "rank 1" in killed.text
     again = shop.train("run", *words, steps=12)
     assert again.code == 0 and "resumed: step-00000004" in again.text, again.text

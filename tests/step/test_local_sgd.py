@@ -174,7 +174,18 @@ def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop, ranks: int, w
         *train("often", 13, *words, "--checkpoint.every", "3", "--eval.every", "4", ranks=ranks),
     )
     killed = bench.run(
-        *train("parts", 13, *words, "--checkpoint.every", "3", "--faults", "kill rank=1 step=9", ranks=ranks)
+        *train(
+            "parts",
+            13,
+            *words,
+            "--checkpoint.every",
+            "3",
+            "--survive.restarts",
+            "0",
+            "--faults",
+            "kill rank=1 step=9",
+            ranks=ranks,
+        )
     )
     then = bench.run(*train("parts", 13, *words, ranks=ranks))
     assert not any(run.code for run in (straight, often, then)), straight.text + often.text + then.text

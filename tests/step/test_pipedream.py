@@ -189,7 +189,7 @@ def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
 def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> None:
     words = ("--layout", "pp", "--update", "2bw", "--train.micro_batch_size", "2", "--checkpoint.every", "3")
     assert not bench.run(*train("straight", 9), *words).code
-    killed = bench.run(*train("killed", 9), *words, "--faults", "kill rank=1 step=8")
+    killed = bench.run(*train("killed", 9), *words, "--survive.restarts", "0", "--faults", "kill rank=1 step=8")
     assert killed.code == 1 and "rank 1" in killed.text
     again = bench.run(*train("killed", 9), *words)
     assert again.code == 0 and "resumed: step-00000006" in again.text, again.text

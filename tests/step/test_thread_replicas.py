@@ -403,7 +403,17 @@ with pl.Run(make_job(norm=True, dropout=0.2), layout="threads", ranks=2, run_dir
 @pytest.mark.soak
 def test_exact_mode_has_the_digest_of_one_process_from_python_and_through_a_kill_and_another_layout(shop: Shop) -> None:
     assert shop.train("one", *COMMON, ranks=1).code == 0
-    killed = shop.train("cut", *COMMON, "--checkpoint.every", "4", "--faults", "kill rank=1 step=7 attempt=1", ranks=2)
+    killed = shop.train(
+        "cut",
+        *COMMON,
+        "--checkpoint.every",
+        "4",
+        "--survive.restarts",
+        "0",
+        "--faults",
+        "kill rank=1 step=7 attempt=1",
+        ranks=2,
+    )
     assert killed.code == 1
     assert shop.train("cut", *COMMON, "--layout", "threads=3", ranks=3).code == 0
     assert shop.digest("cut") == shop.digest("one")

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.launch.agent.supervisor import FORKSERVER_COMMAND
+from paceline.launch.agent.forkserver_client import FORKSERVER_COMMAND
 from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
 from tests.conftest import Shop
 

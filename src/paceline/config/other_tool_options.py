@@ -83,6 +83,7 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--layout fsdp,offload=optimizer", "cpu_offload", "offload"),
     **_row("--train.exact", "exact", "deterministic"),
     **_row("--train.timeout_seconds {}", "timeout", "ddp_timeout"),
+    **_row("--survive.restarts {}", "max_restarts", "restarts", "max_failures", reason="in a row without a new save"),
 }  # fmt: skip
 
 

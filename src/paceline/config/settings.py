@@ -84,6 +84,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Survive:
+    """Settings for what happens after a fault.
+
+    `restarts` is how many times in a row a run restarts itself without a new checkpoint in between. With 0, it never
+    restarts itself.
+    """
+
+    restarts: CountOrZero = 3
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watch:
     """Settings for event sinks, such as the console and the run folder's JSON lines."""
 
@@ -131,5 +142,6 @@ class Settings:
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    survive: Survive = field(default_factory=Survive)
     watch: Watch = field(default_factory=Watch)
     job: dict[str, Any] = field(default_factory=dict)

@@ -27,6 +27,8 @@ class Task:
     allow: tuple[str, ...] = ()
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    restart: dict[str, Any] | None = None
+    """What ended the attempt before, if the run restarted by itself: `reason`, `failed_step` and `monotonic_ns`."""
     job_handle: int | None = None
     """The descriptor of an open file with a job that is a Python object; valid only in this run's processes."""
 

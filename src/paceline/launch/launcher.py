@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -11,12 +12,26 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, parse_step, resolve_mark
 from paceline.config.secret_settings import holds_secret
-from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
-from paceline.launch.agent.supervisor import Supervisor, forkserver_command
+from paceline.launch.agent.forkserver_client import ForkserverClient
+from paceline.launch.agent.run_state_machine import (
+    DEFAULT_RESTARTS,
+    Action,
+    AttemptEnded,
+    PrintLine,
+    RunRequested,
+    RunStateMachine,
+    StartAttempt,
+    StopRequested,
+    TimePassed,
+    has_external_cause,
+)
+from paceline.launch.agent.shared_status import read_heartbeat
+from paceline.launch.agent.stop_requests import StopRequests
+from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
@@ -27,17 +42,18 @@ from paceline.run_folder.run_folder import RunFolder
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
 DEFAULT_EXACT_KERNELS = "AVX2"
-_MAX_RESTARTS = 3
+_REQUEST = "request.json"
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
-    With `saves_checkpoints`, the run folder is locked, and the first stop signal asks the ranks to finish their step
-    and save. Without `saves_checkpoints`, only SIGUSR1 asks the ranks to stop, and any other stop signal kills them. If
-    `servers` is positive, the first `servers` ranks are parameter servers, and any other rank that is killed is
-    restarted alone.
+    With `saves_checkpoints`, the run folder is locked, a failed attempt is followed by another one, and the first stop
+    signal asks the ranks to finish their step and save. Without `saves_checkpoints`, only SIGUSR1 asks the ranks to
+    stop, and any other stop signal kills them. If `servers` is positive, the first `servers` ranks are parameter
+    servers, and any other rank that is killed is restarted alone.
     """
 
     ranks: int
@@ -55,13 +71,17 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOutcome:
-    """The result of one attempt: exit code, first failure and time."""
+    """The result of a run's last attempt: exit code, first failure and time."""
 
     exit_code: int
     failure: Failure | None
     attempt_folder: Path
     seconds: float
     ranks: int
+    restarts: int = 0
+    """How many attempts of this command followed a failed one."""
+    end_reason: str = ""
+    """Why the run was not restarted once more, as a line for the screen."""
 
     @property
     def can_resume(self) -> bool:
@@ -82,16 +102,10 @@ def can_resume_run(run: Path, exit_code: int, failure: Failure | None) -> bool:
     return has_saves(RunFolder(run).checkpoints)
 
 
-def has_external_cause(failure: Failure) -> bool:
-    """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
-    has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
-    return has_external_kind or failure.is_short_of_memory or is_lost_connection(failure)
-
-
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end. If a parameter server is killed, run another attempt, up to three times.
+    """Run attempts until the run is done, is stopped, or fails in a way that no restart can repair.
 
-    `on_start(attempt_folder)` returns a function that is called every 50 ms.
+    `on_start(attempt_folder)` returns a function that is called every 50 ms while the attempt runs.
 
     Raises:
         UsageError: the request saves checkpoints, and another run has locked the run folder.
@@ -100,21 +114,96 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
+    server = ForkserverClient(
+        environ=_environ(request),
+        working_folder=request.working_folder,
+        inherited_handles=_inherited_handles(run_lock, request.payload or {}),
+    )
+    stop_requests = StopRequests()
     try:
-        outcome = _run_attempt(request, on_start, run_lock)
-        for _ in range(_MAX_RESTARTS):
-            if not _has_lost_server(outcome, request):
-                break
-            request = _restart_request(request, outcome)
-            outcome = _run_attempt(request, on_start, run_lock)
-        return outcome
+        with stop_requests.listening():
+            try:
+                return _run_attempts(request, server=server, stop_requests=stop_requests, on_start=on_start)
+            finally:
+                server.close()
     finally:
         if run_lock is not None:
             run_lock.close()
 
 
+def _run_attempts(
+    request: LaunchRequest,
+    *,
+    server: ForkserverClient,
+    stop_requests: StopRequests,
+    on_start: Callable[[Path], Callable[[], None]] | None,
+) -> LaunchOutcome:
+    """Carry out the actions of the run's state machine, and return the outcome of the last attempt."""
+    machine = RunStateMachine()
+    actions = deque[Action](machine.handle(_run_requested(request)))
+    outcome: LaunchOutcome | None = None
+    num_restarts = 0
+    while True:
+        if not actions:  # the next attempt is due later
+            time.sleep(_POLL_SECONDS)
+            event = StopRequested() if stop_requests.count else TimePassed(time=time.monotonic())
+            actions += machine.handle(event)
+            continue
+        action = actions.popleft()
+        if isinstance(action, PrintLine):
+            print_line(action.text, sys.stderr)
+        elif isinstance(action, StartAttempt):
+            if action.after is not None:
+                request, num_restarts = _restart_request(request, action.after), num_restarts + 1
+            start_step = _start_step(request)
+            outcome = _run_attempt(request, on_start, server=server, stop_requests=stop_requests)
+            if stop_requests.count:
+                actions += machine.handle(StopRequested())
+            actions += machine.handle(_attempt_ended(request, outcome, start_step=start_step))
+        else:
+            assert outcome is not None
+            return replace(outcome, restarts=num_restarts, end_reason=action.reason)
+
+
+def _run_requested(request: LaunchRequest) -> RunRequested:
+    """Return the event that starts a run; the job may set another limit, which the ranks' heartbeats contain."""
+    try:
+        max_restarts = int(_setting(request, "survive.restarts", DEFAULT_RESTARTS))
+    except (TypeError, ValueError):  # the ranks refuse the value
+        max_restarts = 0
+    return RunRequested(can_restart=request.saves_checkpoints, max_restarts=max_restarts)
+
+
+def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome, *, start_step: int) -> AttemptEnded:
+    beats = [read_heartbeat(outcome.attempt_folder / f"pulse-{rank}") for rank in range(request.ranks)]
+    max_restarts = max((beat.max_restarts for beat in beats if beat is not None), default=-1)
+    return AttemptEnded(
+        exit_code=outcome.exit_code,
+        failure=outcome.failure,
+        start_step=start_step,
+        saved_step=_newest_step(request.run),
+        time=time.monotonic(),
+        max_restarts=max_restarts if max_restarts >= 0 else None,
+    )
+
+
+def _start_step(request: LaunchRequest) -> int:
+    """Return the step from which the next attempt starts; 0 if it starts at the beginning."""
+    requested = Path(str((request.payload or {}).get("resume") or ""))
+    return parse_step(requested) if parse_step(requested) >= 0 else _newest_step(request.run)
+
+
+def _newest_step(run: RunFolder) -> int:
+    newest = resolve_mark(run.checkpoints, LATEST)
+    return 0 if newest is None else max(0, parse_step(newest))
+
+
 def _run_attempt(
-    request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, run_lock: RunLock | None
+    request: LaunchRequest,
+    on_start: Callable[[Path], Callable[[], None]] | None,
+    *,
+    server: ForkserverClient,
+    stop_requests: StopRequests,
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
@@ -124,7 +213,7 @@ def _run_attempt(
     with report_write_errors(request.run.path):
         folder.mkdir(parents=True)
         write_json(
-            folder / "request.json",
+            folder / _REQUEST,
             {
                 "entry": request.entry,
                 "payload": payload,
@@ -138,13 +227,11 @@ def _run_attempt(
         )
     tick = on_start(folder) if on_start else _do_nothing
     supervisor = Supervisor(
-        command=forkserver_command((folder / "request.json").resolve()),
-        working_folder=request.working_folder,
-        environ=_environ(request),
-        folder=folder,
+        server=server,
+        request=(folder / _REQUEST).resolve(),
         ranks=request.ranks,
+        stop_requests=stop_requests,
         saves_checkpoints=request.saves_checkpoints,
-        inherited_handles=_inherited_handles(run_lock, payload),
         silence_timeout=_silence_timeout(request),
     )
     code, failure = supervisor.run(tick)
@@ -162,42 +249,31 @@ def _inherited_handles(run_lock: RunLock | None, payload: Mapping[str, Any]) -> 
     return [handle for handle in handles if handle is not None]
 
 
+def _setting(request: LaunchRequest, name: str, default: Any) -> Any:
+    """Return a setting as the command got it; the job's own settings are not known here."""
+    return (request.payload or {}).get("settings", {}).get(name, default)
+
+
 def _silence_timeout(request: LaunchRequest) -> float:
     """Return the timeout of the request's settings in seconds, or the default; heartbeats contain the job's timeout."""
-    timeout = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
-        return float(timeout)
+        return float(_setting(request, "train.timeout_seconds", DEFAULT_SECONDS))
     except (TypeError, ValueError):
         return DEFAULT_SECONDS
 
 
-def _has_lost_server(outcome: LaunchOutcome, request: LaunchRequest) -> bool:
-    """Return whether a signal killed a parameter server; it can restart, because checkpoints contain all its state."""
-    failure = outcome.failure
-    return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
+def _restart_request(request: LaunchRequest, failure: Failure) -> LaunchRequest:
+    """Return the request for the attempt that follows a failed one.
 
-
-def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRequest:
-    """Return the request for the next attempt, and print how many steps are repeated.
-
-    With `resume=None`, the next attempt continues from the newest checkpoint of the run folder. If the folder has no
-    checkpoint, the next attempt starts as the last one did.
+    It continues from the newest checkpoint of the run folder. If the folder has no checkpoint, it starts as the last
+    attempt did. It does not repeat the evaluation before the first step.
     """
-    assert outcome.failure is not None
-    newest, step = resolve_mark(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
-    description = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
-    if newest is None:
-        print_line(
-            f"{description} after step {step}, and nothing had been saved: all {plural(step, 'step')} are repeated",
-            sys.stderr,
-        )
-        return request
-    num_lost = max(0, step - parse_step(newest))
-    print_line(
-        f"{description} after step {step}. Resuming from {newest.name}: {plural(num_lost, 'step')} are repeated",
-        sys.stderr,
-    )
-    return replace(request, payload={**(request.payload or {}), "resume": None})
+    payload = dict(request.payload or {})
+    if has_saves(request.run.checkpoints):
+        payload["resume"] = None
+    options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
+    restart = {"reason": failure.summary, "failed_step": failure.step, "monotonic_ns": failure.monotonic_ns}
+    return replace(request, payload={**payload, "options": options, "restart": restart})
 
 
 def _environ(request: LaunchRequest) -> dict[str, str]:
@@ -293,7 +369,8 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     resume_lines = [f"Resume: {resume_command}"] if resume_command else []
     log = _log_path(outcome, failure)
     if failure.rank == FORKSERVER_RANK:
-        return "\n".join([f"FAILED: {failure.screen}", f"Logs of the ranks: {log}", *resume_lines])
+        end_lines = [outcome.end_reason] if outcome.end_reason else []
+        return "\n".join([f"FAILED: {failure.screen}", *end_lines, f"Logs of the ranks: {log}", *resume_lines])
     step_text = f" at step {failure.step}" if failure.step else ""
     location = f"{failure.where}, " if failure.where else ""
     description = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
@@ -308,7 +385,7 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
         lines.append(
             f"The other {num_others} rank{'s' if num_others > 1 else ''} stopped because rank {failure.rank} {reason}."
         )
-    lines += [*extra_lines, f"Full text: {log}"]
+    lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, f"Full text: {log}"]
     return "\n".join([*lines, *resume_lines])
 
 

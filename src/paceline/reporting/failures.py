@@ -1,8 +1,11 @@
 """The failures of a run: failed attempts, unreadable lines, and checkpoints that differ from their digests."""
 
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
@@ -14,6 +17,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
 )
 from paceline.console.formatting import format_size
 from paceline.errors import CheckpointError, MachineError
+from paceline.events import Restarted
 from paceline.filesystem.atomic_files import folder_bytes
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK
 from paceline.reporting.run_history import History, json_or_none
@@ -56,9 +60,17 @@ def _is_training_attempt(attempt: Path) -> bool:
     return not isinstance(payload, dict) or payload.get("verb", "train") == "train"
 
 
-def show_failures(run: RunFolder) -> str:
-    """Return a section with each failed attempt: the first rank that failed, its exception, and the user's line."""
-    parts = [text for folder in _attempt_folders(run) if (text := _show_attempt(folder))]
+def show_failures(history: History) -> str:
+    """Return a section with each failed attempt: the first rank that failed, its exception, and the user's line.
+
+    If the run restarted by itself, the section also says from which step, and after how many seconds.
+    """
+    restarts = {restart.attempt: restart for restart in _read_restarts(history)}
+    parts = [
+        text
+        for folder in _attempt_folders(history.run)
+        if (text := _show_attempt(folder, restart=restarts.get(_attempt_number(folder) + 1)))
+    ]
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
 
 
@@ -74,7 +86,16 @@ def read_failures(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, A
     return first, other_failures
 
 
-def _show_attempt(folder: Path) -> str:
+def _read_restarts(history: History) -> list[Restarted]:
+    """Return the run's restarts; an event that another version wrote differently is left out."""
+    restarts = []
+    for event in history.events_of_kind(Restarted.__name__):
+        with suppress(msgspec.ValidationError):
+            restarts.append(msgspec.convert(event, Restarted))
+    return restarts
+
+
+def _show_attempt(folder: Path, *, restart: Restarted | None) -> str:
     first, other_failures = read_failures(folder)
     if first is None:
         return ""
@@ -91,7 +112,9 @@ def _show_attempt(folder: Path) -> str:
     advice = f"<pre>{escape(advice)}</pre>" if advice else ""
     log_rank = first["rank"] if first.get("told_by") is None else first["told_by"]
     log = Path("logs") / folder.name / ("" if first["rank"] == FORKSERVER_RANK else f"rank-{log_rank}.log")
-    return f'<div class="failure">{head}{source}{advice}<p class="soft">{escape(str(log))}</p>{_show_others(other_failures)}</div>'
+    outcome = f"<p>{escape(restart.outcome)}</p>" if restart is not None else ""
+    soft = f'<p class="soft">{escape(str(log))}</p>'
+    return f'<div class="failure">{head}{source}{advice}{outcome}{soft}{_show_others(other_failures)}</div>'
 
 
 def _failure_time(failure: dict[str, Any]) -> int:

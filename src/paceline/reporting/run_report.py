@@ -39,7 +39,7 @@ def run_page(run: RunFolder) -> str:
     parts = [
         _show_head(history, answer),
         show_unreadable_lines(history),
-        show_failures(run),
+        show_failures(history),
         show_curves(history),
         show_time(history),
         show_forecast(history),

@@ -20,10 +20,10 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import DatasetSummary, StepInput
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
-from paceline.launch.agent.shared_status import HeartbeatWriter
+from paceline.launch.agent.shared_status import open_heartbeat
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import annotate_step
-from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
+from paceline.launch.inherited_environment import START_NUMBER
 from paceline.step.forward_backward import backward, forward, loss_for_backward
 from paceline.step.parameter_server.flat_buffers import gradient_codes, layout_of, pack_gradients
 from paceline.step.parameter_server.served_tensors import fixed_tensors, model_digest
@@ -132,9 +132,7 @@ class ParameterServerWorker:
         faults = parse_faults(task.faults) if start_number == 1 else ()
         self._start_number = start_number
         self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
-        folder = attempt_folder(os.environ)
-        rank, timeout = LaunchInfo.read(os.environ).rank, settings.train.timeout_seconds
-        self._heartbeat = HeartbeatWriter(folder / f"pulse-{rank}", silence_timeout=timeout) if folder else None
+        self._heartbeat = open_heartbeat(LaunchInfo.read(os.environ).rank, settings)
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
         """Compute the shares that the first server leases, one after another. Each server holds some of the weights.

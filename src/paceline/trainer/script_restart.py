@@ -20,7 +20,12 @@ from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.run_folder.run_folder import run_of_checkpoint
 
-INHERITED_FIELDS = ("run", "attempt", "resume")  # task fields that the ranks inherit from the script that starts them
+INHERITED_FIELDS = (
+    "run",
+    "attempt",
+    "resume",
+    "restart",
+)  # task fields that the ranks inherit from the script that starts them
 AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 

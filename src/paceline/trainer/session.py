@@ -1,7 +1,6 @@
 """The session of one rank: it is built from a task, contains the training loop, and closes its resources."""
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,13 +21,12 @@ from paceline.data.dataset_properties import DatasetProperties
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
-from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
+from paceline.events import Event, EventBus, Note, RunEnded, RunStarted, restarted_event
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json, write_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
-from paceline.launch.agent.shared_status import HeartbeatWriter
+from paceline.launch.agent.shared_status import open_heartbeat
 from paceline.launch.agent.signals import stop_flag
-from paceline.launch.inherited_environment import attempt_folder
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import LayoutForecast
@@ -323,7 +321,7 @@ class _SessionBuilder:
             loader=loader,
             checkpointer=checkpointer,
             event_bus=event_bus,
-            heartbeat=self._make_heartbeat(),
+            heartbeat=open_heartbeat(self.world.rank, settings),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
             length=length,
@@ -337,11 +335,6 @@ class _SessionBuilder:
     def _total_steps(self, length: Length) -> int | None:
         batch, drop_last = self.prepared_job.plan.global_batch_size, self.prepared_job.settings.data.drop_last
         return length.total_steps(batch=batch, drop_last=drop_last)
-
-    def _make_heartbeat(self) -> HeartbeatWriter | None:
-        folder = attempt_folder(os.environ)
-        silence_timeout = self.prepared_job.settings.train.timeout_seconds
-        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=silence_timeout) if folder else None
 
     def _announce(
         self,
@@ -361,8 +354,11 @@ class _SessionBuilder:
         write_text(self.run.path / "config.toml", as_toml(self.prepared_job.requested), private=private)
         write_json(self.run.path / "job.json", job_choices(self.prepared_job.job))
         write_plan_file(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
-        write_json(self.run.path / "env.json", environment(task.job))
-        write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
+        if task.restart is None:  # a restart by the same command has the same environment
+            write_json(self.run.path / "env.json", environment(task.job))
+        write_json(self.run.task, replace(task, job_handle=None, restart=None).as_json(), private=private)
+        if task.restart is not None:
+            events = [restarted_event(task.restart, attempt=task.attempt, resumed_step=cursor.step), *events]
         for event in events:
             loop.event_bus.emit(event)
         loop.event_bus.emit(
@@ -375,6 +371,7 @@ class _SessionBuilder:
                 resumed_from=cursor.step if loaded else None,
                 total_steps=loop.total_steps,
                 banner=self._banner(cursor, loaded, loader=loader, loop=loop),
+                is_restart=task.restart is not None,
             )
         )
 

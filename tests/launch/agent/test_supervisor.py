@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.agent.forkserver_client import ForkserverClient
 from paceline.launch.agent.shared_status import (
     make_status_buffer,
     read_end,
@@ -17,6 +18,7 @@ from paceline.launch.agent.shared_status import (
     write_failure_text,
     write_stop,
 )
+from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.stack_dumps import has_signal_handler
@@ -41,9 +43,20 @@ def end(pid, rank):
 
 def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
-    command = [sys.executable, "-c", FORKSERVER + text]
-    agent = Supervisor(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves_checkpoints=saves)
-    return agent.run(lambda: None)
+    server = ForkserverClient(environ=os.environ, command=[sys.executable, "-c", FORKSERVER + text])
+    stop_requests = StopRequests()
+    agent = Supervisor(
+        server=server,
+        request=folder / "request.json",
+        ranks=ranks,
+        stop_requests=stop_requests,
+        saves_checkpoints=saves,
+    )
+    try:
+        with stop_requests.listening():
+            return agent.run(lambda: None)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("status", [0, 75])

@@ -174,7 +174,7 @@ def test_without_what_was_held_back_the_bits_are_others(bench: Shop) -> None:
 def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> None:
     how, words = "powersgd,rank=2", ("--checkpoint.every", "3")
     assert not train(bench, "straight", 9, how, *words).code
-    killed = train(bench, "killed", 9, how, *words, "--faults", "kill rank=1 step=8")
+    killed = train(bench, "killed", 9, how, *words, "--survive.restarts", "0", "--faults", "kill rank=1 step=8")
     assert killed.code == 1 and "--compress powersgd,rank=2" in killed.text, killed.text
     again = train(bench, "killed", 9, how, *words)
     assert again.code == 0 and "resumed: step-00000006" in again.text, again.text

@@ -241,7 +241,7 @@ def execute(
     num_processes = parse_layout(task.layout).processes(ranks=task.ranks)
 
     def follow_logs(folder: Path) -> Callable[[], None]:
-        if not common.quiet:
+        if not common.quiet and not tails:
             print_line(f"starting {plural(num_processes, 'process')}; logs in {task.run}/logs")
         if tails:
             tails[-1].close()

@@ -6,11 +6,13 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from paceline.launch.agent.signals import STOP_SIGNALS
 
 _MAX_FILES = 65536  # file descriptors to close
 _GROUP_END_SECONDS = 30.0  # how long to wait for the killed processes to end
+_POLL_SECONDS = 0.005
 
 
 def start_cleanup_process(supervisor_pid: int, *, scratch: str = "") -> None:
@@ -29,6 +31,38 @@ def start_cleanup_process(supervisor_pid: int, *, scratch: str = "") -> None:
             _remove_scratch_folder(scratch, leader_pid)
         finally:
             os._exit(0)
+
+
+def kill_group_members() -> None:
+    """Kill every other process of this process group, and return when none is left.
+
+    These are processes that the job of an ended attempt started and that outlived its ranks, such as data workers. The
+    next attempt must not share files or sockets with them. If they are not gone after 30 s, because the kernel does not
+    let one of them end, the next attempt starts anyway. Without /proc (macOS), nothing is killed.
+    """
+    deadline = time.monotonic() + _GROUP_END_SECONDS
+    while pids := _other_group_members():
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _other_group_members() -> list[int]:
+    """Return the PIDs of the other processes in this process's group that have not ended."""
+    own_pid, group, pids = os.getpid(), os.getpgrp(), []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            state, _, pgrp = entry.read_text().rpartition(")")[2].split()[:3]
+            pid = int(entry.parent.name)
+            if int(pgrp) == group and pid != own_pid and state not in ("Z", "X"):
+                pids.append(pid)
+    return pids
 
 
 def _wait_and_kill_group(supervisor_pid: int, leader_pid: int) -> None:

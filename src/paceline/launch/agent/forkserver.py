@@ -1,9 +1,13 @@
 """The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
 
-The supervisor starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
-server imports no user code. To its standard output, which the supervisor reads, it writes `born RANK PID` when a worker
-starts, and `gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words for an exit. The server exits
-when all its workers have exited.
+`ForkserverClient` starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
+server imports no user code. It runs the attempt of this request, and then one attempt for each further path of a
+request that it reads from its standard input, until the end of the input. A restarted attempt therefore does not import
+torch again.
+
+To its standard output, which the supervisor reads, the server writes `born RANK PID` when a worker starts, and
+`gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words for an exit. `ended 0 0` means that no
+process of the attempt is left.
 """
 
 import gc
@@ -20,19 +24,19 @@ from typing import Any, NoReturn
 
 from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
-from paceline.launch.agent.cleanup_process import start_cleanup_process
+from paceline.launch.agent.cleanup_process import kill_group_members, start_cleanup_process
+from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, INHERITED_HANDLES
 from paceline.launch.agent.respawn import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder
-from paceline.launch.agent.supervisor import INHERITED_HANDLES
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_rank_variables_as_own
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 
 
 def main(argv: list[str]) -> int:
-    """Fork the workers of one attempt and report how each ends."""
+    """Run one attempt after the other: fork its workers, and report how each ends."""
     die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
@@ -42,42 +46,56 @@ def main(argv: list[str]) -> int:
         os.set_inheritable(lock.handle, False)  # forked workers inherit the lock; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
-    request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    path = argv[0]
+    request = json.loads(Path(path).read_text(encoding="utf-8"))
     worker_main = preload_worker(request["entry"])
+    while True:
+        _run_attempt(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
+        kill_group_members()
+        _report("ended 0 0")
+        path = sys.stdin.readline().strip()
+        if not path:
+            break
+        request = json.loads(Path(path).read_text(encoding="utf-8"))
+        _redirect_errors(Path(request["folder"]) / FORKSERVER_LOG)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+def _run_attempt(
+    request: dict[str, Any], *, worker_main: Callable[..., NoReturn], status_fd: int, run_locks: Sequence[RunLock]
+) -> None:
+    """Fork the workers of one attempt, and return when all of them have exited."""
     folder = Path(request["folder"])
     listener = _open_listener(ranks=request["ranks"])
     port, listen_fd = (listener.getsockname()[1], listener.fileno()) if listener else (0, None)
-    pids = {}
     parent = os.getpid()
-    for rank in range(request["ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent(parent)
-            _set_up_rank(rank, request, folder, port=port, listen_fd=listen_fd, run_locks=run_locks)
-            worker_main(request, folder=folder, status_fd=status_fd)
-        pids[pid] = rank
-    if listener:
-        listener.close()
 
-    def restart(rank: int, start_number: int) -> int:
+    def start(rank: int, *, listen_fd: int | None, start_number: int = 1) -> int:
         pid = os.fork()
         if pid == 0:
             die_with_parent(parent)
-            os.environ[START_NUMBER] = str(start_number)
-            _set_up_rank(rank, request, folder, port=port, listen_fd=None, run_locks=run_locks)
+            if start_number > 1:
+                os.environ[START_NUMBER] = str(start_number)
+            _set_up_rank(rank, request, folder, port=port, listen_fd=listen_fd, run_locks=run_locks)
             worker_main(request, folder=folder, status_fd=status_fd)
         return pid
 
+    pids = {start(rank, listen_fd=listen_fd): rank for rank in range(request["ranks"])}
+    if listener:
+        listener.close()
     if request.get("servers"):
+
+        def restart(rank: int, start_number: int) -> int:
+            return start(rank, listen_fd=None, start_number=start_number)
+
         RespawningWorkers(pids, servers=request["servers"], restart=restart, report=_report).wait()
     while pids:
         pid, status = os.wait()
         rank_or_none = pids.pop(pid, None)
         if rank_or_none is not None:
             _report(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return 0
 
 
 def _open_listener(*, ranks: int) -> socket.socket | None:
@@ -178,6 +196,13 @@ def _redirect_output(log: Path) -> None:
     os.dup2(handle, 2)
     os.close(handle)
     os.close(null)
+
+
+def _redirect_errors(log: Path) -> None:
+    """Redirect the standard error of this server to the log in the folder of the next attempt."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    os.dup2(handle, 2)
+    os.close(handle)
 
 
 def _report(line: str) -> None:

@@ -13,11 +13,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config.settings import Settings
+from paceline.launch.inherited_environment import attempt_folder
+
 STATUS_FD = "PACELINE_STATUS_FD"
 _SLOT_BYTES = 1 << 15
 _END_BYTES, _STOP_BYTES = 15, 1
 _TEXT_BYTES = _SLOT_BYTES - _END_BYTES - _STOP_BYTES
-_LAYOUT = struct.Struct("<qqqd16sd")
+STACKS_OFFSET = 1 << 32  # where the stack dumps begin: behind the slots of 2^17 ranks
+_LAYOUT = struct.Struct("<qqqd16sdq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +38,38 @@ class Heartbeat:
     phase: str
     silence_timeout: float = 0.0
     """Seconds without a new beat after which the supervisor reports this rank as silent; 0 if the rank sets none."""
+    max_restarts: int = -1
+    """The setting `survive.restarts` of the job; -1 if the rank sets none."""
 
 
 class HeartbeatWriter:
     """The writer of one rank's heartbeat page."""
 
-    def __init__(self, path: Path, *, silence_timeout: float = 0.0) -> None:
-        self._silence_timeout = silence_timeout
+    def __init__(self, path: Path, *, silence_timeout: float = 0.0, max_restarts: int = -1) -> None:
+        self._settings = (silence_timeout, max_restarts)
         path.write_bytes(bytes(_LAYOUT.size))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def write(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
         """Write this rank's last finished step, its loss and phase, and the time to the page."""
-        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], self._silence_timeout)
+        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], *self._settings)
 
     def close(self) -> None:
         """Unmap the page."""
         self._page.close()
+
+
+def open_heartbeat(rank: int, settings: Settings) -> HeartbeatWriter | None:
+    """Return the writer of this rank's page, or None if Paceline's launcher did not start this process."""
+    folder = attempt_folder(os.environ)
+    if folder is None:
+        return None
+    return HeartbeatWriter(
+        folder / f"pulse-{rank}",
+        silence_timeout=settings.train.timeout_seconds,
+        max_restarts=settings.survive.restarts,
+    )
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
@@ -62,7 +80,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return None
     if len(data) != _LAYOUT.size:
         return None
-    monotonic_ns, step, total, loss, phase, silence_timeout = _LAYOUT.unpack(data)
+    monotonic_ns, step, total, loss, phase, silence_timeout, max_restarts = _LAYOUT.unpack(data)
     return Heartbeat(
         monotonic_ns=monotonic_ns,
         step=step,
@@ -70,6 +88,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         loss=loss,
         phase=phase.rstrip(b"\0").decode(errors="replace"),
         silence_timeout=silence_timeout,
+        max_restarts=max_restarts,
     )
 
 
@@ -81,6 +100,12 @@ def make_status_buffer() -> int:
     handle, path = tempfile.mkstemp(prefix="paceline-status-")
     os.unlink(path)  # noqa: PTH108  only the handle is needed
     return handle
+
+
+def clear_status_buffer(status_fd: int) -> None:
+    """Clear the slots and the stack dumps of the last attempt, whose processes have all ended."""
+    os.ftruncate(status_fd, 0)
+    os.lseek(status_fd, STACKS_OFFSET, os.SEEK_SET)
 
 
 def write_failure_text(status_fd: int, *, rank: int, text: str) -> bool:

@@ -1,23 +1,21 @@
-"""The supervisor of one node: it starts the workers, forwards signals, and reports which rank failed first."""
+"""The supervisor of one attempt on one node: it watches the workers, and reports which rank failed first."""
 
 import os
 import selectors
-import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
+from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, ForkserverClient
 from paceline.launch.agent.respawn import CLEAN_EXIT_CODES
-from paceline.launch.agent.shared_status import STATUS_FD, make_status_buffer, read_end, read_heartbeat, write_stop
-from paceline.launch.agent.signals import IGNORED_WHEN_REPEATED, active_stop_signals, is_main_thread
+from paceline.launch.agent.shared_status import read_end, read_heartbeat, write_stop
+from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.failures.failure_record import (
     Failure,
     failure_from_status,
@@ -29,7 +27,7 @@ from paceline.launch.failures.failure_record import (
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_to_stack_dumps
+from paceline.launch.failures.stack_dumps import has_signal_handler, process_state
 from paceline.launch.failures.stuck_rank import (
     SilentRank,
     divergence_failure,
@@ -44,9 +42,8 @@ _RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
 _TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
+_FORKSERVER_EXIT_SECONDS = 30.0  # from the end of its output to its exit
 _STOP_MESSAGE_SECONDS = (5.0, 30.0)  # from the first message to the second; between later messages
-INHERITED_HANDLES = "PACELINE_INHERITED"
-FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
 
 @dataclass
@@ -68,75 +65,61 @@ class AttemptState:
 
 
 class Supervisor:
-    """The supervisor that starts one attempt, waits until it ends, and then kills all processes that remain."""
+    """The supervisor of one attempt: it has the attempt started, and waits until no process of it is left."""
 
     def __init__(
         self,
         *,
-        command: list[str],
-        environ: dict[str, str],
-        folder: Path,
+        server: ForkserverClient,
+        request: Path,
         ranks: int,
+        stop_requests: StopRequests,
         saves_checkpoints: bool = True,
-        inherited_handles: Sequence[int] = (),
         silence_timeout: float = DEFAULT_SECONDS,
-        working_folder: str = "",
     ) -> None:
-        self._working_folder = working_folder
-        self._command = command
-        self._environ = environ
-        self._attempt = AttemptState(folder=folder, ranks=ranks)
+        self._server = server
+        self._request = request
+        self._attempt = AttemptState(folder=request.parent, ranks=ranks)
+        self._stop_requests = stop_requests
         self._saves_checkpoints = saves_checkpoints
-        self._inherited_handles = tuple(inherited_handles)
-        self._num_stop_requests = 0
+        self._silence_timeout = silence_timeout
         self._stop_time: float | None = None
         self._next_message_time = 0.0
-        self._forkserver_pid = 0
-        self._status_fd = make_status_buffer()
-        seek_to_stack_dumps(self._status_fd)
-        self._watcher = (
-            SilenceWatcher(folder, status_fd=self._status_fd, seconds=silence_timeout) if saves_checkpoints else None
-        )
+        self._watcher: SilenceWatcher | None = None
         self._forkserver_check_time = 0.0
         self._failure_time: float | None = None
         self._initial_oom_kills = oom_kill_count()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        signal_numbers = active_stop_signals() if is_main_thread() else []  # Python runs handlers only in that thread
-        previous_handlers = {number: signal.signal(number, self._on_signal) for number in signal_numbers}
-        read_fd, write_fd = os.pipe()
-        process = subprocess.Popen(
-            self._command,
-            env={
-                **self._environ,
-                INHERITED_HANDLES: ",".join(map(str, self._inherited_handles)),
-                STATUS_FD: str(self._status_fd),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=write_fd,
-            stderr=self._forkserver_log(),
-            start_new_session=True,
-            cwd=self._working_folder or None,
-            pass_fds=(*self._inherited_handles, self._status_fd),
-        )
-        os.close(write_fd)
-        self._forkserver_pid = process.pid
+        self._server.start_attempt(self._request)
+        if self._saves_checkpoints:
+            folder, seconds = self._attempt.folder, self._silence_timeout
+            self._watcher = SilenceWatcher(folder, status_fd=self._server.status_fd, seconds=seconds)
+        self._stop_requests.on_request = self._on_stop_request
+        if self._num_stop_requests > int(self._saves_checkpoints):  # they came before `on_request` was set
+            self._kill()
         try:
-            self._read_events(read_fd, on_tick)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0 if self._is_kill_overdue() else 30)
+            if not self._read_events(on_tick):
+                self._server.kill(wait_seconds=0.0 if self._is_kill_overdue() else _FORKSERVER_EXIT_SECONDS)
+        except BaseException:
+            self._server.kill()
+            raise
         finally:
-            self._kill_all(process)
-            os.close(read_fd)
-            for number, handler in previous_handlers.items():
-                signal.signal(number, self._handler_to_restore(number, signal.SIG_DFL if handler is None else handler))
-        try:
-            return self._find_result(process.returncode)
-        finally:
-            os.close(self._status_fd)
+            self._stop_requests.on_request = None
+        return self._find_result()
 
-    def _read_events(self, read_fd: int, on_tick: Callable[[], None]) -> None:
+    @property
+    def _status_fd(self) -> int:
+        return self._server.status_fd
+
+    @property
+    def _num_stop_requests(self) -> int:
+        return self._stop_requests.count
+
+    def _read_events(self, on_tick: Callable[[], None]) -> bool:
+        """Handle events until the attempt has ended. Return False if the fork server has ended too, or is stuck."""
+        read_fd = self._server.output_fd
         os.set_blocking(read_fd, False)
         partial_line = b""
         with selectors.DefaultSelector() as selector:
@@ -145,16 +128,19 @@ class Supervisor:
                 ready = selector.select(timeout=_POLL_SECONDS)
                 data = os.read(read_fd, 65536) if ready else None
                 if data == b"":
-                    return
+                    return False
                 *lines, partial_line = (partial_line + (data or b"")).split(b"\n")
                 for line in lines:
-                    self._handle_event(line.decode().split())
+                    event = line.decode().split()
+                    if event[0] == "ended":
+                        return True
+                    self._handle_event(event)
                 on_tick()
                 self._kill_after_failure()
                 self._report_stop_progress()
                 self._check_silent_ranks()
                 if self._is_kill_overdue():
-                    return
+                    return False
 
     def _handle_event(self, event: list[str]) -> None:
         """Handle a line of the fork server; `RespawningWorkers` documents the kinds of exits."""
@@ -232,17 +218,14 @@ class Supervisor:
     def _wake_forkserver(self) -> None:
         """Resume a stopped fork server once all ranks have ended, because only this server reports their exits."""
         now, pids = time.monotonic(), self._attempt.pids.values()
-        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._forkserver_pid) != "T":
+        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._server.pid) != "T":
             return
         self._forkserver_check_time = now
         if pids and all(process_state(pid) in ("Z", "") for pid in pids):
             with suppress(ProcessLookupError):
-                os.kill(self._forkserver_pid, signal.SIGCONT)
+                os.kill(self._server.pid, signal.SIGCONT)
 
-    def _on_signal(self, number: int, _: object) -> None:
-        if self._num_stop_requests and number in IGNORED_WHEN_REPEATED:
-            return
-        self._num_stop_requests += 1
+    def _on_stop_request(self, number: int) -> None:
         if self._num_stop_requests == 1 and (self._saves_checkpoints or number == signal.SIGUSR1):
             for rank in list(self._attempt.pids):
                 self._ask_to_stop(rank)
@@ -254,11 +237,6 @@ class Supervisor:
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])
-
-    def _handler_to_restore(self, number: int, previous_handler: Any) -> Any:
-        """Return the handler to restore, or SIG_IGN if a late repeat of the signal could still kill the process."""
-        is_late = self._num_stop_requests and number in IGNORED_WHEN_REPEATED and previous_handler == signal.SIG_DFL
-        return signal.SIG_IGN if is_late else previous_handler
 
     def _report_stop_progress(self) -> None:
         """Print the progress of a requested stop. A signal handler can't print, because it may interrupt a print."""
@@ -273,7 +251,7 @@ class Supervisor:
             print_line(self._waiting_message(seconds=now - self._stop_time), sys.stderr)
 
     def _waiting_message(self, *, seconds: float) -> str:
-        pid = self._forkserver_pid
+        pid = self._server.pid
         if process_state(pid) in ("T", "t"):
             return (
                 f"the process {pid} that starts the ranks is stopped: kill -CONT {pid} lets it continue; "
@@ -299,17 +277,7 @@ class Supervisor:
             except ProcessLookupError:
                 continue
 
-    def _kill_all(self, process: "subprocess.Popen[bytes]") -> None:
-        """Kill the fork server's process group, to which all processes of the attempt belong."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    def _forkserver_log(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        return os.open(self._attempt.folder / "forkserver.log", flags, 0o644)
-
-    def _find_result(self, forkserver_status: int) -> tuple[int, Failure | None]:
+    def _find_result(self) -> tuple[int, Failure | None]:
         """Return the exit code and the failure to report, from the failures and statuses of all ranks."""
         attempt = self._attempt
         records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
@@ -329,9 +297,9 @@ class Supervisor:
         if first is None and len(attempt.statuses) < attempt.ranks:
             step, log_tail = (
                 max(map(self._current_step, range(attempt.ranks))),
-                _tail(attempt.folder / "forkserver.log"),
+                _tail(attempt.folder / FORKSERVER_LOG),
             )
-            return 1, forkserver_failure(forkserver_status, pid=self._forkserver_pid, step=step, log_tail=log_tail)
+            return 1, forkserver_failure(self._server.status, pid=self._server.pid, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first
 
 
@@ -340,26 +308,3 @@ def _tail(path: Path, *, lines: int = 8) -> str:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
-
-
-def _module_path_options() -> list[str]:
-    """Return the option `-P`, with which files in the working folder can't shadow modules of Paceline.
-
-    Return no option if Paceline itself is imported from the working folder.
-    """
-    is_here = Path(__file__).resolve().parents[3] == Path.cwd()
-    return [] if is_here else ["-P"]
-
-
-def forkserver_command(request: Path) -> list[str]:
-    """Return the command that starts the fork server.
-
-    `PACELINE_FORKSERVER_COMMAND` overrides it, for example to use a process that has imported torch already.
-    """
-    command = shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
-        sys.executable,
-        *_module_path_options(),
-        "-m",
-        "paceline.launch.agent.forkserver",
-    ]
-    return [*command, str(request), str(os.getpid())]

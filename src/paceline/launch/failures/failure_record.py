@@ -48,6 +48,8 @@ TRACEBACK_MARKER = "\x1epaceline: a traceback follows\x1e"
 FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _MAX_MESSAGE_CHARACTERS = 400
+_MAX_SUMMARY_CHARACTERS = 160
+_KINDS_IN_WORDS = ("exit", "timeout", "apart")  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
 
 
@@ -80,6 +82,19 @@ class Failure:
 
     Then it does not follow from another rank's exit, whatever its message.
     """
+
+    @property
+    def summary(self) -> str:
+        """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"."""
+        place = f" at step {self.step}" if self.step else " before its first step"
+        if self.rank == FORKSERVER_RANK:
+            return f"the process that starts the ranks ended{place}"
+        if self.kind == "signal":
+            memory = " (out of memory)" if self.is_short_of_memory else ""
+            return f"rank {self.rank} killed by {self.message.partition(' ')[0]}{memory}{place}"
+        message = shorten_text(next(iter(self.message.splitlines()), ""), lines=1, width=_MAX_SUMMARY_CHARACTERS)
+        kind = "" if self.kind in _KINDS_IN_WORDS else f"{self.kind}: "
+        return f"rank {self.rank} failed{place}: {kind}{message}"
 
     @property
     def is_short_of_memory(self) -> bool:

@@ -19,7 +19,6 @@ from typing_extensions import override
 from paceline.user_code import is_user_file
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
-_STACKS_OFFSET = 1 << 32  # in the status buffer, behind the slots of 2^17 ranks
 _ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
 _MAX_BYTES, _MAX_LINE_CHARACTERS = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -81,14 +80,6 @@ def install_stack_handler(status_fd: int) -> None:
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)
-
-
-def seek_to_stack_dumps(status_fd: int) -> None:
-    """Move the file offset of the status buffer past the slots of all ranks, where the stack dumps are to be written.
-
-    All ranks share this offset, and faulthandler writes at it.
-    """
-    os.lseek(status_fd, _STACKS_OFFSET, os.SEEK_SET)
 
 
 def request_stack(pid: int, status_fd: int) -> Stack:

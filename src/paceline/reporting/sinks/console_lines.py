@@ -15,6 +15,7 @@ from paceline.events import (
     Event,
     ForecastChecked,
     Note,
+    Restarted,
     RunEnded,
     RunStarted,
     Staleness,
@@ -67,7 +68,9 @@ def format_event(event: Event, *, total: int | None = None) -> str:
     if isinstance(event, Note):
         return event.text if event.level == "info" else f"{event.level}: {event.text}"
     if isinstance(event, RunStarted):
-        return "\n".join(event.banner)
+        return "" if event.is_restart else "\n".join(event.banner)
+    if isinstance(event, Restarted):
+        return f"{event.reason}; {event.outcome}"
     if isinstance(event, RunEnded):
         return f"{event.status} at step {event.step} after {event.seconds:.1f} s"
     return ""

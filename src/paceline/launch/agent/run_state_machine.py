@@ -1,0 +1,187 @@
+"""The decisions about a run: when an attempt starts, when a failed one is followed by another, and how the run ends.
+
+`RunStateMachine.handle(event)` returns the actions to carry out. It reads no clock and starts no process, so that tests
+can call it with any sequence of events. `launcher.start` carries out the actions.
+"""
+
+from dataclasses import dataclass
+
+from paceline.console.formatting import plural
+from paceline.errors import ExitCode, NonFiniteError, SaveError
+from paceline.launch.failures.failure_record import FORKSERVER_RANK, Failure
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.stuck_rank import TIMEOUT
+
+DEFAULT_RESTARTS = 3
+_FINAL_KINDS = (NonFiniteError.__name__, SaveError.__name__)  # errors that are the same after a restart
+_CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_IMMEDIATE_RESTARTS = 2
+_FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS, _MAX_DOUBLINGS = 1.0, 30.0, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequested:
+    """Event: the run is to start. `can_restart` is False for commands that save nothing, such as `verify`."""
+
+    can_restart: bool
+    max_restarts: int = DEFAULT_RESTARTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded:
+    """Event: no process of the attempt is left.
+
+    `start_step` is the step of the checkpoint from which the attempt started, and `saved_step` the step of the newest
+    checkpoint at its end; both are 0 if there is none. `max_restarts` is the setting `survive.restarts` that the ranks
+    read, which the job may have set; None if no rank got that far.
+    """
+
+    exit_code: int
+    failure: Failure | None
+    start_step: int
+    saved_step: int
+    time: float
+    max_restarts: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested:
+    """Event: a signal asks the command to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePassed:
+    """Event: the time is now `time`, in seconds of the monotonic clock."""
+
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartAttempt:
+    """Action: start an attempt. `after` is the failure that it follows; None for the first attempt of the run."""
+
+    after: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintLine:
+    """Action: print a line to standard error."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRun:
+    """Action: end the run with the result of its last attempt. `reason` says why there is no further restart."""
+
+    reason: str = ""
+
+
+Event = RunRequested | AttemptEnded | StopRequested | TimePassed
+Action = StartAttempt | PrintLine | EndRun
+
+
+class RunStateMachine:
+    """The state of one run, between its attempts and during them."""
+
+    def __init__(self) -> None:
+        self._can_restart = False
+        self._max_restarts = DEFAULT_RESTARTS
+        self._num_restarts = 0  # since the last new checkpoint
+        self._saved_step = 0  # of the newest checkpoint when the last attempt ended
+        self._previous_failure: Failure | None = None
+        self._pending_failure: Failure | None = None  # the failure of the attempt that waits for its restart
+        self._restart_time = 0.0
+        self._is_stop_requested = False
+
+    def handle(self, event: Event) -> list[Action]:
+        """Return the actions that follow from `event`, in order."""
+        if isinstance(event, RunRequested):
+            self._can_restart, self._max_restarts = event.can_restart, event.max_restarts
+            return [StartAttempt()]
+        if isinstance(event, StopRequested):
+            self._is_stop_requested = True
+            return [EndRun()] if self._pending_failure is not None else []
+        if isinstance(event, TimePassed):
+            return self._start_pending_attempt(event.time)
+        return self._handle_end(event)
+
+    def _handle_end(self, event: AttemptEnded) -> list[Action]:
+        failure = event.failure
+        if event.max_restarts is not None:
+            self._max_restarts = event.max_restarts
+        if failure is None or not self._can_restart or self._is_stop_requested or not self._max_restarts:
+            return [EndRun()]
+        if event.saved_step > self._saved_step:
+            self._num_restarts = 0
+        self._saved_step = max(self._saved_step, event.saved_step)
+        reason = self._reason_to_end(event, failure)
+        if reason is not None:
+            return [EndRun(reason=reason)]
+        self._num_restarts += 1
+        self._previous_failure = self._pending_failure = failure
+        delay = self._delay_seconds()
+        self._restart_time = event.time + delay
+        if delay:
+            return [PrintLine(text=self._waiting_text(failure, delay=delay))]
+        return self._start_pending_attempt(event.time)
+
+    def _reason_to_end(self, event: AttemptEnded, failure: Failure) -> str | None:
+        """Return why the run is not restarted, as text for the screen; None if it is restarted."""
+        if event.exit_code == ExitCode.REFUSED or failure.kind in _FINAL_KINDS:
+            return ""
+        if failure.is_short_of_memory and event.saved_step <= event.start_step:
+            return ""
+        if not has_external_cause(failure) and failure.step <= event.start_step + 1:
+            return ""  # no step completed: the job itself has an error
+        is_own_error = not has_external_cause(failure) or _is_crash(failure)
+        if is_own_error and is_same_failure(failure, self._previous_failure):
+            return f"Not restarted again: the same error at step {failure.step} ended the attempt before."
+        if self._num_restarts >= self._max_restarts:
+            return (
+                f"Not restarted again: {plural(self._num_restarts, 'restart')} without a new checkpoint "
+                "(survive.restarts)."
+            )
+        return None
+
+    def _delay_seconds(self) -> float:
+        """Return the pause before the next attempt: none for two restarts without progress, then 1, 2, 4, ... seconds.
+
+        The second restart is immediate because one fault may kill a process again while the run restarts.
+        """
+        if self._num_restarts <= _IMMEDIATE_RESTARTS:
+            return 0.0
+        doublings = min(self._num_restarts - _IMMEDIATE_RESTARTS - 1, _MAX_DOUBLINGS)
+        return min(_MAX_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2.0**doublings)
+
+    def _waiting_text(self, failure: Failure, *, delay: float) -> str:
+        return (
+            f"{failure.summary}; restarting in {delay:.0f} s "
+            f"(restart {self._num_restarts} of {self._max_restarts} without a new checkpoint)"
+        )
+
+    def _start_pending_attempt(self, time: float) -> list[Action]:
+        if self._pending_failure is None or time < self._restart_time:
+            return []
+        failure, self._pending_failure = self._pending_failure, None
+        return [StartAttempt(after=failure)]
+
+
+def has_external_cause(failure: Failure) -> bool:
+    """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
+    has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
+    return has_external_kind or failure.is_short_of_memory or is_lost_connection(failure)
+
+
+def _is_crash(failure: Failure) -> bool:
+    """Return whether native code crashed: another process could have sent the signal, but seldom does."""
+    return failure.kind == "signal" and failure.message.startswith(_CRASH_SIGNALS)
+
+
+def is_same_failure(failure: Failure, other: Failure | None) -> bool:
+    """Return whether both failures are the same exception at the same step, on any rank."""
+    return other is not None and (failure.kind, failure.message, failure.step) == (
+        other.kind,
+        other.message,
+        other.step,
+    )

@@ -1,0 +1,245 @@
+"""A run that restarts by itself after faults: it ends with the same bits, says what happened, and leaves nothing behind."""
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import uuid
+
+import pytest
+
+from tests.conftest import SMALL_JOB, Shop
+from tests.end_to_end.run_processes import children, marked_processes, wait_until_gone
+
+STEPS = 16
+LAYOUTS = {
+    "ddp": (2, ("--layout", "ddp")),
+    "zero2": (2, ("--layout", "zero2")),
+    "fsdp": (2, ("--layout", "fsdp")),
+    "pp": (2, ("--layout", "pp=2")),
+    "tp": (2, ("--layout", "tp=2")),
+    "pp x fsdp": (4, ("--layout", "pp=2,dp_shard=2")),
+    "pipedream": (2, ("--update", "pipedream")),
+    "local": (2, ("--update", "local,every=2")),
+    "ps": (3, ("--update", "ps,staleness=0")),
+}
+BLOCKS = """
+class Net(nn.Module):
+    def __init__(self, norm, dropout):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 16), nn.Tanh())]
+            + [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
+            + [nn.Linear(16, 4)]
+        )
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def job_of_blocks() -> str:
+    """The small job with a model that every layout can split."""
+    head, _, rest = SMALL_JOB.partition("def loss(")
+    return f"{head[: head.index('class Net')]}\n{BLOCKS}\n\ndef loss({rest}"
+
+
+def restarts(shop: Shop, run: str) -> list[dict[str, object]]:
+    """The events of the run's restarts."""
+    events = [json.loads(line) for line in (shop.path / run / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "Restarted"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("ddp", "pp") else pytest.mark.soak) for n in LAYOUTS]
+)
+def test_two_kills_in_one_command_change_no_bit(shop: Shop, name: str) -> None:
+    ranks, words = LAYOUTS[name]
+    shop.write("job.py", job_of_blocks())
+    more = (*words, "--train.micro_batch_size", "2", "--checkpoint.every", "3")
+    whole = shop.train("whole", *more, ranks=ranks, steps=STEPS)
+    assert whole.code == 0, whole.text
+    second = 0 if name == "ps" else 1  # rank 1 is a worker under ps, which comes back without a restart of the others
+    faults = f"kill rank=0 step=7; kill rank={second} step=12 attempt=2"
+    cut = shop.train("cut", *more, "--faults", faults, ranks=ranks, steps=STEPS)
+    assert cut.code == 0, cut.text
+    assert shop.digest("cut") == shop.digest("whole")
+    assert [(e["resumed_step"], e["repeated_steps"]) for e in restarts(shop, "cut")] == [(6, 1), (10, 2)], (
+        "step 10 was the best and saved"
+    )
+    assert cut.out.count("starting ") == cut.out.count("layout: ") == 1, "one start and one banner"
+    line = (
+        rf"rank {second} killed by SIGKILL at step 12; restarted in \d+\.\d\d s from step 10 \(disk\); 2 steps repeated"
+    )
+    assert re.search(line, cut.out), cut.out
+
+
+def test_before_the_first_save_it_begins_again(shop: Shop) -> None:
+    words = ("--checkpoint.every", "100")
+    assert shop.train("whole", *words).code == 0
+    cut = shop.train("cut", *words, "--faults", "kill rank=1 step=5")
+    assert cut.code == 0 and "from the first step; 5 steps repeated" in cut.out, cut.text
+    assert shop.digest("cut") == shop.digest("whole")
+
+
+def test_an_exception_is_tried_once_more(shop: Shop) -> None:
+    """It happens only once here, as a read from a network disk would fail only once."""
+    cut = shop.train("cut", "--checkpoint.every", "2", "--faults", "raise rank=1 step=6")
+    assert cut.code == 0, cut.text
+    assert "rank 1 failed at step 6: RuntimeError: injected fault: raise at step of step 6; restarted in " in cut.out
+    again = "; ".join(f"raise rank=1 step=6 attempt={attempt}" for attempt in (1, 2, 3))
+    ended = shop.train("bug", "--checkpoint.every", "2", "--faults", again)
+    assert ended.code == 1 and ended.err.startswith("FAILED at step 6. First error: rank 1"), ended.text
+    assert "Not restarted again: the same error at step 6 ended the attempt before." in ended.err
+    assert ended.err.splitlines()[-1].startswith("Resume: ") and len(restarts(shop, "bug")) == 1
+
+
+def test_the_job_may_turn_restarts_off(shop: Shop) -> None:
+    settings = "        max_grad_norm=1.0, settings={'survive.restarts': 0},\n"
+    shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", settings))
+    ended = shop.train("cut", "--checkpoint.every", "2", "--faults", "kill rank=1 step=6")
+    assert ended.code == 1 and ended.err.startswith("FAILED at step 6"), ended.text
+    assert not (shop.path / "cut" / "logs" / "attempt-2").exists()
+
+
+def test_restarts_without_progress_come_to_an_end(shop: Shop) -> None:
+    faults = "; ".join(f"kill rank=1 step=2 attempt={attempt}" for attempt in range(1, 9))
+    ended = shop.train("cut", "--faults", faults)
+    assert ended.code == 1 and "restarting in 1 s (restart 3 of 3 without a new checkpoint)" in ended.err, ended.text
+    assert "Not restarted again: 3 restarts without a new checkpoint (survive.restarts)." in ended.err
+    assert (shop.path / "cut" / "logs" / "attempt-4").exists() and not (shop.path / "cut/logs/attempt-5").exists()
+
+
+def test_ctrl_c_in_the_pause_before_a_restart_ends_the_run(shop: Shop) -> None:
+    shop.write(
+        "job.py",
+        "import os\n"
+        + SMALL_JOB.replace("def forward(self, x):", "def forward(self, x):\n        os.kill(os.getpid(), 9)"),
+    )
+    process = shop.start("train", "job.py", "--run-dir", "cut", "--survive.restarts", "30", "--train.steps", "9")
+    assert process.stderr is not None
+    while "restarting in 4 s" not in process.stderr.readline():
+        pass
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and "FAILED" in err and time.monotonic() - begun < 3.0, err
+
+
+@pytest.mark.cold
+def test_a_killed_fork_server_is_started_again(shop: Shop) -> None:
+    process = shop.start(
+        "train",
+        "job.py",
+        "--ranks",
+        "2",
+        "--run-dir",
+        "cut",
+        "--train.steps",
+        "300",
+        "--checkpoint.every",
+        "20",
+        "--train.on_nonfinite",
+        "skip",
+    )
+    log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
+    while not (log.exists() and "step 20 " in log.read_text()):
+        time.sleep(0.02)
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "the process that starts the ranks ended at step " in out, out + err
+
+
+PROGRAMS = """
+import os, pathlib, subprocess
+
+def programs_of_earlier_attempts():
+    found = 0
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (entry / "environ").read_text(errors="replace").split("\\0")
+            is_program = (entry / "comm").read_text() == "sleep\\n"
+        except OSError:
+            continue
+        is_earlier = "PACELINE_ATTEMPT_FOLDER=" + os.environ["PACELINE_ATTEMPT_FOLDER"] not in environ
+        found += is_program and is_earlier and "MARK=" + os.environ["MARK"] in environ
+    return found
+
+if "PACELINE_ATTEMPT_FOLDER" in os.environ:
+    with open("found.txt", "a") as file:
+        file.write(f"{programs_of_earlier_attempts()}\\n")
+    subprocess.Popen(["sleep", "600"])
+"""
+
+
+def test_what_a_dead_attempt_started_is_gone_before_the_next_one_begins(shop: Shop) -> None:
+    """A program that the job started may hold a port or a file that the next attempt needs too."""
+    mark = f"MARK{uuid.uuid4().hex}"
+    shop.write("job.py", PROGRAMS + SMALL_JOB)
+    ended = shop.run(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "12", "--data.workers", "1",
+        "--checkpoint.every", "2", "--faults", "kill rank=1 step=6; kill rank=0 step=9 attempt=2", environ={"MARK": mark},
+    )  # fmt: skip
+    assert ended.code == 0 and ended.out.count("; restarted in ") == 2, ended.text
+    assert (shop.path / "found.txt").read_text().split() == ["0"] * 6
+    assert wait_until_gone(mark) == []
+
+
+def test_a_script_restarts_too(shop: Shop) -> None:
+    script = """
+import paceline as pl
+from job import make_job
+
+with pl.Run(make_job(), ranks=2, run_dir="NAME", settings={"train.steps": 12, "checkpoint.every": 2}) as run:
+    for batch in run.batches():
+        if "NAME" == "cut" and run.rank == 1 and run._task.attempt < 3 and run._session.loop.cursor.step == 5:
+            import os
+            os.kill(os.getpid(), 9)
+        run.step(batch)
+"""
+    for name in ("whole", "cut"):
+        shop.write(f"{name}.py", script.replace("NAME", name))
+        ended = shop.call([sys.executable, f"{name}.py"])
+        assert ended.code == 0, ended.text
+    assert ended.out.count("rank 1 killed by SIGKILL at step 6; restarted in ") == 2, ended.text
+    assert shop.digest("cut") == shop.digest("whole")
+
+
+@pytest.mark.soak
+@pytest.mark.cold
+@pytest.mark.parametrize("seed", range(8))
+def test_kills_from_outside_at_random_moments_change_no_bit(shop: Shop, seed: int) -> None:
+    rng, ranks = random.Random(seed), 2 + seed % 2
+    words = (
+        "train",
+        "job.py",
+        "--ranks",
+        str(ranks),
+        "--train.on_nonfinite",
+        "skip",
+        "--train.steps",
+        "400",
+        "--checkpoint.every",
+        "5",
+        "--watch.to",
+        "jsonl",
+    )
+    assert shop.run(*words, "--run-dir", "whole").code == 0
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(*words, "--run-dir", "cut", environ={"MARK": mark})
+    until, num_kills = time.monotonic() + 12, 0
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(rng.uniform(0.2, 1.5))
+        found = [pid for server in children(process.pid) for pid in children(server)]
+        if found:
+            os.kill(rng.choice(found), signal.SIGKILL)
+            num_kills += 1
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and num_kills >= 3, out + err
+    assert shop.digest("cut") == shop.digest("whole")
+    assert wait_until_gone(mark) == [] and not marked_processes(mark)

@@ -1,0 +1,163 @@
+"""The decisions about restarts: which failures are followed by another attempt, how soon, and how often."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import ExitCode
+from paceline.launch.agent.run_state_machine import (
+    Action,
+    AttemptEnded,
+    EndRun,
+    PrintLine,
+    RunRequested,
+    RunStateMachine,
+    StartAttempt,
+    StopRequested,
+    TimePassed,
+)
+from paceline.launch.failures.failure_record import FORKSERVER_RANK, Failure
+
+KILL = Failure(rank=2, kind="signal", message="SIGKILL (killed from outside: ...)", step=118)
+BUG = Failure(rank=1, kind="ValueError", message="bad sample", step=118, is_users_own=True)
+
+
+def started(*, can_restart: bool = True, max_restarts: int = 3) -> RunStateMachine:
+    machine = RunStateMachine()
+    requested = RunRequested(can_restart=can_restart, max_restarts=max_restarts)
+    assert machine.handle(requested) == [StartAttempt()]
+    return machine
+
+
+def end(failure: Failure | None, *, saved: int = 100, start: int = 0, code: int = 1, time: float = 0.0) -> AttemptEnded:
+    return AttemptEnded(exit_code=code, failure=failure, start_step=start, saved_step=saved, time=time)
+
+
+def is_over(actions: list[Action]) -> bool:
+    return len(actions) == 1 and isinstance(actions[0], EndRun)
+
+
+def test_a_killed_rank_is_followed_by_an_attempt_at_once() -> None:
+    assert started().handle(end(KILL)) == [StartAttempt(after=KILL)]
+
+
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED])
+def test_a_run_without_a_failure_is_over(code: ExitCode) -> None:
+    assert started().handle(end(None, code=code)) == [EndRun()]
+
+
+def test_a_command_that_saves_nothing_is_not_restarted() -> None:
+    assert started(can_restart=False).handle(end(KILL)) == [EndRun()]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_no_restart_where_the_setting_is_zero(told: bool) -> None:
+    """The setting of the command, or the one of the job, which only the ranks know."""
+    machine = started(max_restarts=3 if told else 0)
+    assert machine.handle(replace(end(KILL), max_restarts=0 if told else None)) == [EndRun()]
+
+
+def test_restarts_without_a_new_checkpoint_wait_longer_and_longer_and_then_stop() -> None:
+    machine, now, waits = started(max_restarts=5), 0.0, []
+    for _ in range(5):
+        actions = machine.handle(end(KILL, time=now))
+        begun = now
+        while not isinstance(actions[-1], StartAttempt):
+            assert all(isinstance(action, PrintLine) for action in actions)
+            now += 0.5
+            actions = machine.handle(TimePassed(time=now)) or actions[:1]
+        waits.append(now - begun)
+    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0]
+    (last,) = machine.handle(end(KILL, time=now))
+    assert isinstance(last, EndRun) and "5 restarts without a new checkpoint" in last.reason
+
+
+def test_a_new_checkpoint_makes_all_restarts_available_again() -> None:
+    machine = started(max_restarts=1)
+    for saved in range(100, 2000, 100):
+        assert machine.handle(end(KILL, saved=saved)) == [StartAttempt(after=KILL)]
+    assert is_over(machine.handle(end(KILL, saved=1900)))
+
+
+def test_an_older_newest_checkpoint_is_no_progress() -> None:
+    """A damaged one was passed over, and the run saved at an earlier step again."""
+    machine = started(max_restarts=1)
+    assert machine.handle(end(KILL, saved=200)) == [StartAttempt(after=KILL)]
+    assert is_over(machine.handle(end(KILL, saved=100)))
+
+
+def test_the_job_s_own_error_is_tried_once_more_and_then_shown() -> None:
+    machine = started()
+    assert machine.handle(end(BUG)) == [StartAttempt(after=BUG)]
+    (last,) = machine.handle(end(replace(BUG, rank=3), saved=110))
+    assert isinstance(last, EndRun) and "same error at step 118" in last.reason
+
+
+def test_a_crash_of_native_code_at_the_same_step_is_the_job_s_own_error() -> None:
+    crash, machine = replace(KILL, message="SIGSEGV (a crash in native code)"), started()
+    assert machine.handle(end(crash)) == [StartAttempt(after=crash)]
+    assert is_over(machine.handle(end(crash)))
+
+
+def test_an_error_at_another_step_or_with_another_text_is_another_error() -> None:
+    for other in (replace(BUG, step=119), replace(BUG, message="another")):
+        machine = started()
+        machine.handle(end(BUG))
+        assert machine.handle(end(other)) == [StartAttempt(after=other)]
+
+
+@pytest.mark.parametrize(("step", "start"), [(0, 0), (1, 0), (101, 100)])
+def test_an_error_before_any_step_is_complete_is_shown_at_once(step: int, start: int) -> None:
+    assert started().handle(end(replace(BUG, step=step), saved=start, start=start)) == [EndRun()]
+
+
+@pytest.mark.parametrize("kind", ["NonFiniteError", "SaveError"])
+def test_errors_that_a_restart_repeats_are_shown_at_once(kind: str) -> None:
+    assert started().handle(end(replace(BUG, kind=kind))) == [EndRun()]
+
+
+def test_a_refusal_is_shown_at_once() -> None:
+    refused = replace(BUG, kind="JobError")
+    assert started().handle(end(refused, code=ExitCode.REFUSED)) == [EndRun()]
+
+
+def test_memory_that_ran_out_is_tried_again_only_after_progress() -> None:
+    full = replace(KILL, said={"error": "OutOfMemory"})
+    assert started().handle(end(full, saved=100, start=100)) == [EndRun()]
+    assert started().handle(end(full, saved=110, start=100)) == [StartAttempt(after=full)]
+
+
+@pytest.mark.parametrize("failure", [
+    replace(KILL, step=0),
+    replace(KILL, rank=FORKSERVER_RANK, kind="exit", step=0),
+    replace(KILL, kind="timeout", message="no answer from rank 2"),
+    replace(KILL, kind="PeerError", message="the connection was lost", step=0),
+])  # fmt: skip
+def test_a_cause_outside_the_job_is_tried_again_even_before_the_first_step(failure: Failure) -> None:
+    assert started().handle(end(failure)) == [StartAttempt(after=failure)]
+
+
+def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_one() -> None:
+    machine = started()
+    assert machine.handle(StopRequested()) == []
+    assert machine.handle(end(KILL)) == [EndRun()]
+    machine = started()
+    for _ in range(2):
+        assert machine.handle(end(KILL)) == [StartAttempt(after=KILL)]
+    (wait,) = machine.handle(end(KILL))
+    assert isinstance(wait, PrintLine) and "restarting in 1 s (restart 3 of 3" in wait.text
+    assert machine.handle(TimePassed(time=0.9)) == []
+    assert machine.handle(StopRequested()) == [EndRun()]
+
+
+@pytest.mark.parametrize(("failure", "text"), [
+    (KILL, "rank 2 killed by SIGKILL at step 118"),
+    (replace(KILL, step=0), "rank 2 killed by SIGKILL before its first step"),
+    (replace(KILL, said={"error": "OutOfMemory"}), "rank 2 killed by SIGKILL (out of memory) at step 118"),
+    (BUG, "rank 1 failed at step 118: ValueError: bad sample"),
+    (replace(BUG, kind="timeout", message="no answer from rank 1: it is stopped"),
+     "rank 1 failed at step 118: no answer from rank 1: it is stopped"),
+    (replace(KILL, rank=FORKSERVER_RANK), "the process that starts the ranks ended at step 118"),
+])  # fmt: skip
+def test_a_failure_in_one_line(failure: Failure, text: str) -> None:
+    assert failure.summary == text
