@@ -1,37 +1,59 @@
 """Fault injection, for tests and `--faults`: a fault has a kind, a rank, a step and a point within the step."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.console.formatting import plural
-from paceline.errors import PacelineError, UsageError
+from typing_extensions import override
 
-KINDS = ("kill", "raise", "nan", "exit", "hang", "stop")
+from paceline.console.formatting import plural
+from paceline.errors import PacelineError, RunError, UsageError
+
+PROCESS_KINDS = ("kill", "raise", "exit", "hang", "stop", "slow", "disk_full")
+"""Kinds that happen to the process of the rank, at any point."""
+TRAINING_KINDS = ("nan", "spike", "corrupt")
+"""Kinds that change the numbers of a step; `inject_training_fault` injects them."""
+KINDS = (*PROCESS_KINDS, *TRAINING_KINDS)
 POINTS = ("step", "save", "eval")
 _HANG_SECONDS = 3600.0
+_SLOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject at a point (see `POINTS`) of a step; `step` and `attempt` count from 1."""
+    """A fault to inject at a point (see `POINTS`) of a step; `step` and `attempt` count from 1.
+
+    `seconds` is how long a rank sleeps under `slow`.
+    """
 
     kind: str
     rank: int
     step: int
     point: str = "step"
     attempt: int = 1
+    seconds: float = _SLOW_SECONDS
+
+    @override
+    def __str__(self) -> str:
+        attempt = f" attempt={self.attempt}" if self.attempt > 1 else ""
+        point = f" point={self.point}" if self.point != _default_point(self.kind) else ""
+        return f"{self.kind} rank={self.rank} step={self.step}{point}{attempt}"
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse `"kill rank=2 step=50; nan rank=1 step=70 point=save"`.
+    """Parse `"kill rank=2 step=50; nan rank=1 step=70; slow rank=0 step=9 seconds=0.5 point=save"`.
 
     Raises:
         UsageError: a fault is not valid, or its step or attempt is 0.
     """
     return tuple(_parse(part.split()) for part in text.split(";") if part.strip())
+
+
+def _default_point(kind: str) -> str:
+    return "save" if kind == "disk_full" else "step"
 
 
 def _parse(parts: Sequence[str]) -> Fault:
@@ -40,19 +62,31 @@ def _parse(parts: Sequence[str]) -> Fault:
     pairs = dict(word.partition("=")[::2] for word in options)
     has_duplicates = len(pairs) < len(options)
     numbers = {name: pairs.pop(name, "") for name in ("rank", "step", "attempt")}
-    point = pairs.pop("point", "step")
+    point = pairs.pop("point", _default_point(kind))
+    seconds = _parse_seconds(pairs.pop("seconds", str(_SLOW_SECONDS))) if kind == "slow" else _SLOW_SECONDS
     numbers["attempt"] = numbers["attempt"] or "1"
-    are_numbers = all(number.isdecimal() and number.isascii() for number in numbers.values())
-    if kind not in KINDS or point not in POINTS or pairs or has_duplicates or not are_numbers:
+    are_numbers = all(number.isdecimal() and number.isascii() for number in numbers.values()) and seconds is not None
+    points = ("step",) if kind in TRAINING_KINDS else POINTS
+    if kind not in KINDS or point not in points or pairs or has_duplicates or not are_numbers or seconds is None:
         raise UsageError(
             f"the fault {text!r} is not understood.",
-            cause=f"kinds: {', '.join(KINDS)}; points: {', '.join(POINTS)}",
+            cause=f"kinds: {', '.join(KINDS)}; points: {', '.join(POINTS)}, but {', '.join(TRAINING_KINDS)} happen "
+            "only at point=step",
             hint='--faults "kill rank=1 step=50"',
         )
     rank, step, attempt = (int(numbers[name]) for name in ("rank", "step", "attempt"))
     if not step or not attempt:
         raise UsageError(f"the fault {text!r} never happens: steps and attempts count from 1.", hint="step=1")
-    return Fault(kind=kind, rank=rank, step=step, point=point, attempt=attempt)
+    return Fault(kind=kind, rank=rank, step=step, point=point, attempt=attempt, seconds=seconds)
+
+
+def _parse_seconds(text: str) -> float | None:
+    """Return the number of seconds, or None if the text is not a number from 0 to an hour."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= _HANG_SECONDS else None
 
 
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
@@ -82,6 +116,8 @@ class Faults:
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int) -> None:
         self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
+        self._later = [fault for fault in faults if fault.rank == rank and fault.attempt > attempt]
+        self._injected: set[Fault] = set()
 
     @property
     def has_any(self) -> bool:
@@ -91,19 +127,48 @@ class Faults:
     def fire(self, point: str, *, step: int) -> Fault | None:
         """Inject the fault that is due at this point of this step, and return it; None if there is none.
 
-        The caller injects the fault `nan` itself.
+        A fault of `TRAINING_KINDS` is only returned. The caller injects it, and then calls `mark_injected`.
         """
         fault = self._by_point_and_step.get((point, step)) if self._by_point_and_step else None
         if fault is None:
             return None
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif fault.kind == "exit":
-            os._exit(7)
-        elif fault.kind == "hang":
-            time.sleep(_HANG_SECONDS)
-        elif fault.kind == "raise":
-            raise RuntimeError(f"injected fault: raise at {point} of step {step}")
+        if fault.kind in PROCESS_KINDS:
+            self.mark_injected(fault)
+            _inject_into_process(fault)
         return fault
+
+    def mark_injected(self, fault: Fault) -> None:
+        """Record that this fault has happened."""
+        self._injected.add(fault)
+
+    @property
+    def missed(self) -> list[str]:
+        """The faults of this rank that have not happened in this attempt, or belong to a later attempt, as text."""
+        current = [fault for fault in self._by_point_and_step.values() if fault not in self._injected]
+        return [str(fault) for fault in (*current, *self._later)]
+
+
+def _inject_into_process(fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault.kind == "exit":
+        os._exit(7)
+    elif fault.kind == "hang":
+        time.sleep(_HANG_SECONDS)
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds)
+    elif fault.kind == "disk_full":  # from now on, each write of this process fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    elif fault.kind == "raise":
+        raise RuntimeError(f"injected fault: raise at {fault.point} of step {fault.step}")
+
+
+def missed_faults_error(missed: Sequence[str]) -> RunError:
+    """Return the error at the end of a run in which faults did not happen: whatever it was to show is not shown."""
+    return RunError(
+        f"{plural(len(missed), 'fault')} of --faults did not happen: {'; '.join(missed)}.",
+        cause="no save or evaluation at that step, a rank that computes no loss, or an attempt that was not needed",
+        hint="the training itself is complete and saved; give the fault another step, rank, point or attempt",
+    )

@@ -359,12 +359,28 @@ def test_settings_and_options_are_told_apart() -> None:
 
 
 def test_faults_are_data() -> None:
-    assert parse_faults("kill rank=2 step=50; nan rank=1 step=70 point=save attempt=2") == (
+    text = "kill rank=2 step=50; nan rank=1 step=70 attempt=2; slow rank=0 step=9 point=save seconds=0.5; disk_full rank=0 step=8"
+    assert parse_faults(text) == (
         Fault(kind="kill", rank=2, step=50),
-        Fault(kind="nan", rank=1, step=70, point="save", attempt=2),
+        Fault(kind="nan", rank=1, step=70, attempt=2),
+        Fault(kind="slow", rank=0, step=9, point="save", seconds=0.5),
+        Fault(kind="disk_full", rank=0, step=8, point="save"),
     )
-    with pytest.raises(UsageError, match="melt"):
-        parse_faults("melt rank=1 step=1")
+    assert "; ".join(map(str, parse_faults(text))) == text.replace(" seconds=0.5", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "melt rank=1 step=1",
+        "nan rank=1 step=7 point=save",
+        "slow rank=0 step=1 seconds=-1",
+        "kill rank=0 step=1 seconds=2",
+    ],
+)
+def test_a_fault_that_cannot_happen_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not understood"):
+        parse_faults(text)
 
 
 WORLDS = {

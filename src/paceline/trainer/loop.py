@@ -12,7 +12,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, UsageError
 from paceline.events import EvalDone, EventBus, Note, Staleness
-from paceline.faults import Faults
+from paceline.faults import TRAINING_KINDS, Faults, missed_faults_error
 from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
@@ -28,6 +28,7 @@ from paceline.trainer.diagnostics.replica_check import check_replicas
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
+from paceline.trainer.fault_injection import inject_training_fault
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
@@ -154,7 +155,9 @@ class Loop:
             self._batch_guard.check(step_batch)
         self._stop.reinstall()
         for faults in self._faults_before_step:
-            faults.fire("step", step=self.cursor.step + 1)
+            fault = faults.fire("step", step=self.cursor.step + 1)
+            if fault is not None and fault.kind in TRAINING_KINDS:
+                inject_training_fault(fault, faults, self.setup)
         self.setup.step.steps_done = self.cursor.step
         with ExitStack() as timing:
             for check in self._forecast_checks:
@@ -306,6 +309,16 @@ class Loop:
             self.save()
         is_complete = self.is_over() and not self.progress.unjudged
         return ExitCode.DONE if is_complete else ExitCode.STOPPED
+
+    def refuse_missed_faults(self) -> None:
+        """Check at the end of a run that every fault of `--faults` has happened. Every rank must call this.
+
+        Raises:
+            RunError: a fault has not happened.
+        """
+        missed = [fault for rank in self.setup.world.gather_json(self._faults.missed) for fault in rank]
+        if missed:
+            raise missed_faults_error(missed)
 
     def request_stop(self) -> None:
         """Stop after this step. Every rank must call this."""

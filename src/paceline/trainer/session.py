@@ -98,6 +98,8 @@ class Session:
             self._report_best_checkpoint()
         if self.world.is_main:
             self._record_new_modules()
+        if exit_code == 0 and self.prepared_job.task.faults:
+            self.loop.refuse_missed_faults()
         status = "done" if exit_code == 0 else "stopped"
         seconds = time.monotonic() - self._start_time
         self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=exit_code, seconds=seconds))

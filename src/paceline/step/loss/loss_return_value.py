@@ -6,7 +6,7 @@ the weight of a sample would depend on the size of its microbatch.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -155,6 +155,18 @@ class LossContract:
             cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
             hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
         )
+
+    def multiply_next_loss(self, factor: float, *, on_use: Callable[[], None]) -> None:
+        """Multiply the loss sums of the next microbatch by `factor`, to inject a fault; `on_use` is called then."""
+        compute_terms = self.terms
+
+        def multiplied_terms(output: Any, batch: Any, *, num_samples: int) -> Terms:
+            self.terms = compute_terms  # type: ignore[method-assign]
+            on_use()
+            terms = compute_terms(output, batch, num_samples=num_samples)
+            return {name: (loss_sum * factor, count) for name, (loss_sum, count) in terms.items()}
+
+        self.terms = multiplied_terms  # type: ignore[method-assign]
 
     def _select_arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         arguments = {name: value for name, value in batch.items() if name in self._accepted_names}

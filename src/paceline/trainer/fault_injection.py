@@ -1,0 +1,35 @@
+"""Injection of faults that change the numbers of a step: a loss that is not finite or too large, a wrong weight."""
+
+import math
+from functools import partial
+
+from paceline.faults import Fault, Faults
+from paceline.parallel.module_access.tensor_access import local_elements
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+_SPIKE_FACTOR = 1e4
+_LOSS_FACTORS = {"nan": math.nan, "spike": _SPIKE_FACTOR}
+
+
+def inject_training_fault(fault: Fault, faults: Faults, setup: TrainingSetup) -> None:
+    """Inject a fault before a step.
+
+    `nan` and `spike` multiply the loss of this rank's next microbatch. If this rank computes no loss, as in most stages
+    of a pipeline, nothing happens, and the run reports the fault at its end as one that did not happen. `corrupt` adds
+    1 to one element of this rank's weights.
+    """
+    if fault.kind in _LOSS_FACTORS:
+        contract = setup.step.replica.contract
+        contract.multiply_next_loss(_LOSS_FACTORS[fault.kind], on_use=partial(faults.mark_injected, fault))
+    elif fault.kind == "corrupt" and _corrupt_weight(setup):
+        faults.mark_injected(fault)
+
+
+def _corrupt_weight(setup: TrainingSetup) -> bool:
+    """Add 1 to the first element of the first weight of which this rank holds a part; return False if it holds none."""
+    for member in setup.named_parameters:
+        local = local_elements(member.parameter.detach())
+        if local.numel() and local.dtype.is_floating_point:
+            local.view(-1)[:1] += 1.0
+            return True
+    return False

@@ -1,0 +1,69 @@
+"""`--faults`: each kind does what the documentation says, and one that did not happen is an error."""
+
+import json
+
+import pytest
+
+from tests.conftest import Shop
+
+WORDS = ("--train.micro_batch_size", "3", "--survive.restarts", "0", "--checkpoint.every", "4", "--log.every", "1")
+
+
+def losses(shop: Shop, run: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (shop.path / run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_loss_that_is_not_finite_names_its_rank(shop: Shop) -> None:
+    ended = shop.train("run", *WORDS, "--faults", "nan rank=1 step=6")
+    assert ended.code == 1 and ended.err.startswith("FAILED at step 6. First error: rank 1, NonFiniteError"), ended.text
+    skipped = shop.train("skipped", *WORDS, "--train.on_nonfinite", "skip", "--faults", "nan rank=1 step=6")
+    assert skipped.code == 0 and "step 6" in skipped.out, skipped.text
+
+
+def test_a_spike_is_one_step_high(shop: Shop) -> None:
+    ended = shop.train("run", *WORDS, "--faults", "spike rank=0 step=6")
+    assert ended.code == 0, ended.text
+    found = losses(shop, "run")
+    assert found[6] > 1000 * found[5] and found[7] < 100 * found[5]
+
+
+def test_a_corrupt_weight_is_found_and_its_rank_named(shop: Shop) -> None:
+    ended = shop.train("run", *WORDS, "--train.check_every", "2", "--faults", "corrupt rank=1 step=5")
+    assert ended.code == 1 and "DesyncError" in ended.err and "rank 1" in ended.err, ended.text
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints_before(shop: Shop) -> None:
+    ended = shop.train("run", *WORDS, "--faults", "disk_full rank=0 step=8")
+    assert ended.code == 3, ended.text
+    assert (shop.path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+    assert shop.train("run", *WORDS).code == 0
+
+
+def test_a_slow_rank_only_takes_longer(shop: Shop) -> None:
+    assert shop.train("whole", *WORDS).code == 0
+    assert shop.train("slow", *WORDS, "--faults", "slow rank=1 step=5 seconds=0.7").code == 0
+    assert shop.digest("slow") == shop.digest("whole")
+    events = [json.loads(line) for line in (shop.path / "slow" / "events.jsonl").read_text().splitlines()]
+    seconds = {event["step"]: event["step_seconds"] for event in events if event["event"] == "StepDone"}
+    assert seconds[5] > 0.6 and seconds[6] < 0.5
+
+
+@pytest.mark.parametrize("fault", [
+    "kill rank=1 step=5 point=eval",  # no evaluation at step 5
+    "kill rank=1 step=5 attempt=2",  # nothing makes a second attempt necessary
+])  # fmt: skip
+def test_a_fault_that_did_not_happen_is_an_error_at_the_end(shop: Shop, fault: str) -> None:
+    assert shop.train("whole", *WORDS).code == 0
+    ended = shop.train("run", *WORDS, "--faults", fault)
+    assert ended.code == 1 and f"1 fault of --faults did not happen: {fault}." in ended.err, ended.text
+    assert shop.digest("run") == shop.digest("whole"), "the training itself is complete"
+
+
+def test_a_rank_without_a_loss_can_have_no_wrong_one(shop: Shop) -> None:
+    """The first stage of a pipeline computes no loss."""
+    words = (*WORDS, "--layout", "pp=2", "--place.cut", "export")
+    ended = shop.train("run", *words, "--faults", "nan rank=0 step=5")
+    assert ended.code == 1 and "did not happen: nan rank=0 step=5" in ended.err, ended.text
+    ended = shop.train("last", *words, "--faults", "nan rank=1 step=5")
+    assert ended.code == 1 and "NonFiniteError" in ended.err.splitlines()[0], ended.text
