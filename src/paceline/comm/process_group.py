@@ -359,12 +359,17 @@ _store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {
 
 
 def _next_store(launch_info: LaunchInfo, timeout: timedelta) -> Store:
-    """Return a store for one world, whose prefix separates its keys from those of earlier worlds."""
+    """Return a store for one world, whose prefix separates its keys from those of earlier worlds.
+
+    After a restart, torchrun offers the same store again. It still has the keys of the failed attempt, such as the
+    addresses of dead processes, so the prefix also has the number of the restart.
+    """
     address = launch_info.address, launch_info.port
     if address not in _store_by_address:
         _store_by_address[address] = _store(launch_info, timeout), count()
     store, numbers = _store_by_address[address]
-    return PrefixStore(f"world-{next(numbers)}", store)
+    restarts = own_environ(os.environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt-{restarts}-world-{next(numbers)}", store)
 
 
 def _store(launch_info: LaunchInfo, timeout: timedelta) -> Store:

@@ -121,6 +121,11 @@ def newest_run(name: str | None = None, *, root: Path = ROOT, only_trained: bool
     return RunFolder(max(runs, key=_sort_key)) if runs else None
 
 
+def runs_of_job(name: str, *, root: Path = ROOT) -> list[RunFolder]:
+    """Return the runs of a job, in the order in which they were created."""
+    return [RunFolder(path) for path in sorted(_runs_in(root / name), key=_sort_key)]
+
+
 def _all_runs(root: Path) -> list[Path]:
     return [run for path in root.glob("*") for run in _runs_in(path)]
 

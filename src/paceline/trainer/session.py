@@ -61,7 +61,7 @@ from paceline.trainer.loop import Loop
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, Progress, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
-from paceline.trainer.setup.prepare import PreparedJob, with_saved_microbatches
+from paceline.trainer.setup.prepare import PreparedJob, number_attempt, with_saved_microbatches
 
 
 class Session:
@@ -142,7 +142,9 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
         PacelineError: the request is not possible.
     """
     start_time = time.monotonic()
-    folder, resume = world.share_json([prepared_job.task.run, checkpoint_to_resume(prepared_job.task)])
+    chosen = [prepared_job.task.run, checkpoint_to_resume(prepared_job.task), number_attempt(prepared_job.task, world)]
+    folder, resume, attempt = world.share_json(chosen)
+    prepared_job = replace(prepared_job, task=replace(prepared_job.task, attempt=attempt))
     run = RunFolder(Path(folder))
     requested = Path(resume or "")
     requested_checkpoint = requested if requested.name.startswith("step-") else None

@@ -53,7 +53,8 @@ from paceline.planner.layout.update_rule_checks import check_update_settings, ru
 from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
-from paceline.run_folder.run_folder import RunFolder, choose_run, new_run, number_run
+from paceline.run_folder.run_folder import RunFolder, choose_run, number_run
+from paceline.run_folder.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.user_code import hide_paceline_frames
 
 
@@ -215,7 +216,8 @@ def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     name = task.short_job
     run, resume_from = choose_run(name, run=task.run, resume=resume)
     if run is None:
-        return replace(task, run=str(new_run(name).path))
+        jobs = current_scheduler_jobs(os.environ) if task.verb == "train" else ()
+        return replace(task, run=str(find_or_create_run(name, jobs).path))
     create_run_folder(run.path)
     return replace(task, run=str(run.path), resume=resume_from)
 

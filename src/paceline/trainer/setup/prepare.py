@@ -1,6 +1,7 @@
 """Prepare a job before any process group exists: load it, merge its settings, make its plan, choose its run folder."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
+from paceline.launch.environments import detect_world
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import available_backends
-from paceline.run_folder.run_folder import choose_run, new_run
+from paceline.run_folder.run_folder import RunFolder, choose_run
+from paceline.run_folder.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
@@ -159,9 +162,24 @@ def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
         return task
     name = task.short_job
     run, start = choose_run(name, run=task.run, resume=task.resume)
-    run = run or new_run(name)
+    run = run or find_or_create_run(name, current_scheduler_jobs(os.environ))
     run.path.mkdir(parents=True, exist_ok=True)
     return replace(task, run=str(run.path), resume=start)
+
+
+def number_attempt(task: Task, world: World) -> int:
+    """Return the number of this attempt. Paceline's launcher has numbered its own attempts.
+
+    Under another launcher, rank 0 numbers the attempts of a training by creating their folders.
+    """
+    is_numbered = attempt_folder(os.environ) is not None or detect_world(os.environ) is None
+    if task.verb != "train" or not world.is_main or is_numbered:
+        return task.attempt
+    run = RunFolder(Path(task.run))
+    number = run.next_attempt()
+    with suppress(OSError):  # the first save reports a disk that can't be written
+        run.attempt_folder(number).mkdir(parents=True)
+    return number
 
 
 def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
