@@ -3,10 +3,12 @@
     python benchmarks/kills.py                                   # 1,000 kills over nine layouts and update rules
     python benchmarks/kills.py --kills 60 --layouts ddp fsdp     # fewer
     python benchmarks/kills.py --exact --layouts ddp zero2 pp    # in exact mode
+    python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
 
 Each run saves at every step. SIGKILL is sent from outside to a random rank ("one"), to two ranks at once ("two"), to a
-rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), or to the fork server ("server"). The
-moments are random, so that they fall into each phase of a step and of a save as often as the phase is long.
+rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), or to the fork server ("server"). With
+torchrun, a run has at most five kills, and its agent is left alone. The moments are random, so that they fall into each
+phase of a step and of a save as often as the phase is long.
 
 A kill counts as recovered if the run made a new step afterwards. The time is that from the (last) kill to the first
 step beyond those that were logged before it, so it includes the repeated steps. At the end the digest of the weights
@@ -45,7 +47,9 @@ LAYOUTS = {
     "local": (2, ("--update", "local,every=4")),
     "ps": (3, ("--update", "ps,staleness=0")),
 }
-ROUND_KILLS = 25  # kills of one run
+ROUND_KILLS = {"paceline": 25, "torchrun": 5}  # kills of one run
+KINDS = ("one", "recovery", "two", "server")
+KIND_WEIGHTS = {"paceline": (80, 12, 7, 1), "torchrun": (90, 0, 10, 0)}
 STEPS_OF_A_KILL = 16  # about so many steps between two kills
 WAIT_SECONDS = 60.0
 
@@ -134,7 +138,9 @@ def children(parent: int) -> list[int]:
 
 
 def ranks_of(command: int) -> tuple[int, list[int]]:
-    """The fork server, and the ranks that write a log."""
+    """The fork server (torchrun: the agent), and the ranks that write a log."""
+    if b"torch.distributed.run" in Path(f"/proc/{command}/cmdline").read_bytes():
+        return command, children(command)
     for server in children(command):
         ranks = [pid for pid in children(server) if _log_of(pid).startswith("rank-")]
         return server, ranks
@@ -148,13 +154,16 @@ def _log_of(pid: int) -> str:
         return ""
 
 
-def words(name: str, folder: Path, *, steps: int, exact: bool) -> list[str]:
+def words(name: str, folder: Path, *, steps: int, options: argparse.Namespace) -> list[str]:
     ranks, layout = LAYOUTS[name]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "5"]
+    is_torchrun = options.launcher == "torchrun"
     return [
-        sys.executable, "-W", "ignore", "-m", "paceline", "train", str(Path(__file__).resolve()), *layout,
-        "--ranks", str(ranks), "--run-dir", str(folder), "--train.steps", str(steps), "--train.micro_batch_size", "4",
+        sys.executable, "-W", "ignore", *(torchrun if is_torchrun else ()), "-m", "paceline", "train",
+        str(Path(__file__).resolve()), *layout, *(() if is_torchrun else ("--ranks", str(ranks))),
+        "--run-dir", str(folder), "--train.steps", str(steps), "--train.micro_batch_size", "4",
         "--train.threads", "1", "--checkpoint.every", "1", "--eval.every", "40", "--log.every", "1",
-        "--watch.to", "jsonl", "--survive.restarts", "8", *(("--train.exact",) if exact else ()),
+        "--watch.to", "jsonl", "--survive.restarts", "8", *(("--train.exact",) if options.exact else ()),
     ]  # fmt: skip
 
 
@@ -183,13 +192,15 @@ def _kill(pid: int) -> None:
         return
 
 
-def disturb(name: str, folder: Path, *, kills: int, exact: bool, chance: random.Random, tally: Tally) -> str:
+def disturb(
+    name: str, folder: Path, *, kills: int, options: argparse.Namespace, chance: random.Random, tally: Tally
+) -> str:
     """One run with kills; return its digest, or why there is none."""
     mark = f"KILLS{uuid.uuid4().hex}"
     steps = STEPS_OF_A_KILL * kills
     log = (folder.parent / f"{folder.name}.log").open("w")
     process = subprocess.Popen(
-        words(name, folder, steps=steps, exact=exact), env={**os.environ, "MARK": mark}, stdout=log, stderr=log
+        words(name, folder, steps=steps, options=options), env={**os.environ, "MARK": mark}, stdout=log, stderr=log
     )
     events, count = Events(folder), 0
     while process.poll() is None and count < kills:
@@ -197,7 +208,7 @@ def disturb(name: str, folder: Path, *, kills: int, exact: bool, chance: random.
         before = events.last_step
         if not before or before > steps - 3:
             continue
-        kind = chance.choices(("one", "recovery", "two", "server"), weights=(80, 12, 7, 1))[0]
+        kind = chance.choices(KINDS, weights=KIND_WEIGHTS[options.launcher])[0]
         killed = kill_once(kind, process.pid, chance)
         if killed is None:
             continue
@@ -258,6 +269,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--launcher", choices=("paceline", "torchrun"), default="paceline")
     options = parser.parse_args()
     chance, before = random.Random(options.seed), left_behind()
     share = -(-options.kills // len(options.layouts))
@@ -267,16 +279,15 @@ def main() -> None:
         for name in options.layouts:
             tally, results = Tally(), []
             while tally.num_kills < share:
-                kills = min(ROUND_KILLS, share - tally.num_kills)
+                kills = min(ROUND_KILLS[options.launcher], share - tally.num_kills)
                 number = len(results)
                 whole = Path(folder) / f"{name}-whole-{kills}"
                 if not whole.exists():
-                    command = words(name, whole, steps=STEPS_OF_A_KILL * kills, exact=options.exact)
+                    command = words(name, whole, steps=STEPS_OF_A_KILL * kills, options=options)
                     subprocess.run(command, check=True, capture_output=True)
                 cut = Path(folder) / f"{name}-{number}"
-                results.append(
-                    (disturb(name, cut, kills=kills, exact=options.exact, chance=chance, tally=tally), digest(whole))
-                )
+                found = disturb(name, cut, kills=kills, options=options, chance=chance, tally=tally)
+                results.append((found, digest(whole)))
             wrong = [found for found, expected in results if found != expected]
             different += len(wrong)
             seconds = tally.all_seconds

@@ -243,3 +243,28 @@ def test_kills_from_outside_at_random_moments_change_no_bit(shop: Shop, seed: in
     assert process.returncode == 0 and num_kills >= 3, out + err
     assert shop.digest("cut") == shop.digest("whole")
     assert wait_until_gone(mark) == [] and not marked_processes(mark)
+
+
+@pytest.mark.cold
+def test_torchrun_restarts_as_often_as_it_is_told_to(shop: Shop) -> None:
+    """Without a word about the run folder: each restart finds the run that the first start created."""
+    words = [
+        "-m",
+        "paceline",
+        "train",
+        "job.py",
+        "--train.steps",
+        "12",
+        "--train.threads",
+        "1",
+        "--checkpoint.every",
+        "2",
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    faults = "kill rank=1 step=5; kill rank=0 step=9 attempt=2"
+    ended = shop.call([sys.executable, *torchrun, *words, "--faults", faults])
+    assert ended.code == 0, ended.text
+    (run,) = (shop.path / "runs" / "job").iterdir()
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-1", "attempt-2", "attempt-3"]
+    assert shop.train("whole", "--train.threads", "1", "--checkpoint.every", "2").code == 0
+    assert shop.digest(str(run)) == shop.digest("whole")
