@@ -34,7 +34,8 @@ class Restarted(Event):
 
     `resumed_step` is the step of the checkpoint from which it continues, 0 if nothing had been saved. `repeated_steps`
     counts the steps that are computed again, with the step that the fault interrupted. `seconds` is the time from the
-    fault until the ranks were ready for their next step.
+    fault until the ranks were ready for their next step. `source` is where the checkpoint was: on `disk` or in
+    `memory`.
     """
 
     attempt: int
@@ -47,7 +48,7 @@ class Restarted(Event):
 
     @property
     def outcome(self) -> str:
-        """What the restart did, as text that follows the reason."""
+        """The text on what the restart did, which follows the reason."""
         origin = f"step {self.resumed_step} ({self.source})" if self.resumed_step else "the first step"
         repeated = plural(self.repeated_steps, "step")
         return f"restarted in {self.seconds:.2f} s from {origin}; {repeated} repeated"
@@ -186,7 +187,7 @@ class RunEnded(Event):
     seconds: float = 0.0
 
 
-def restarted_event(restart: Mapping[str, Any], *, attempt: int, resumed_step: int) -> Restarted:
+def restarted_event(restart: Mapping[str, Any], *, attempt: int, resumed_step: int, source: str) -> Restarted:
     """Return the event of a restart that is ready for its next step now. `restart` is a field of the run's task."""
     failed_step = int(restart["failed_step"])
     return Restarted(
@@ -196,6 +197,7 @@ def restarted_event(restart: Mapping[str, Any], *, attempt: int, resumed_step: i
         resumed_step=resumed_step,
         repeated_steps=max(0, failed_step - resumed_step),
         seconds=(time.monotonic_ns() - int(restart["monotonic_ns"])) / 1e9,
+        source=source,
     )
 
 

@@ -25,7 +25,7 @@ from paceline.errors import JobError, ResumeError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors, param_tensors
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.trainer.checkpointer import read_saved_identity
+from paceline.trainer.saving.resume_run import read_saved_identity
 
 Schedule = Callable[[Optimizer], Any]
 Group = dict[str, Any]

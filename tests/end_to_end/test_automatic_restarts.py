@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -68,9 +69,7 @@ def test_two_kills_in_one_command_change_no_bit(shop: Shop, name: str) -> None:
     cut = shop.train("cut", *more, "--faults", faults, ranks=ranks, steps=STEPS)
     assert cut.code == 0, cut.text
     assert shop.digest("cut") == shop.digest("whole")
-    assert [(e["resumed_step"], e["repeated_steps"]) for e in restarts(shop, "cut")] == [(6, 1), (10, 2)], (
-        "step 10 was the best and saved"
-    )
+    assert [(e["resumed_step"], e["repeated_steps"]) for e in restarts(shop, "cut")] == [(6, 1), (10, 2)]
     assert cut.out.count("starting ") == cut.out.count("layout: ") == 1, "one start and one banner"
     line = (
         rf"rank {second} killed by SIGKILL at step 12; restarted in \d+\.\d\d s from step 10 \(disk\); 2 steps repeated"
@@ -268,3 +267,55 @@ def test_torchrun_restarts_as_often_as_it_is_told_to(shop: Shop) -> None:
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-1", "attempt-2", "attempt-3"]
     assert shop.train("whole", "--train.threads", "1", "--checkpoint.every", "2").code == 0
     assert shop.digest(str(run)) == shop.digest("whole")
+
+
+def folders_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("paceline-memory-*")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n == "fsdp" else pytest.mark.soak)
+        for n in ("ddp", "zero2", "fsdp", "pp", "tp", "pp x fsdp")
+    ],
+)
+def test_a_restart_from_memory_changes_no_bit(shop: Shop, name: str) -> None:
+    ranks, words = LAYOUTS[name]
+    shop.write("job.py", job_of_blocks())
+    more = (*words, "--train.micro_batch_size", "2", "--checkpoint.every", "100")
+    whole = shop.train("whole", *more, ranks=ranks, steps=STEPS)
+    assert whole.code == 0, whole.text
+    faults = "kill rank=0 step=7; kill rank=1 step=12 attempt=2"
+    cut = shop.train("cut", *more, "--checkpoint.memory_every", "2", "--faults", faults, ranks=ranks, steps=STEPS)
+    assert cut.code == 0, cut.text
+    assert shop.digest("cut") == shop.digest("whole")
+    found = [(event["source"], event["resumed_step"]) for event in restarts(shop, "cut")]
+    assert found == [("memory", 6), ("disk", 10)]  # step 10 was the best and is on disk
+    assert not (shop.path / "cut" / "checkpoints" / "step-00000006").exists()
+
+
+@pytest.mark.cold
+def test_checkpoints_in_memory_outlive_the_fork_server_and_not_the_command(shop: Shop) -> None:
+    before = folders_in_memory()
+    words = ("--checkpoint.every", "100000", "--eval.every", "100000", "--checkpoint.memory_every", "5")
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "100000", *words,
+        "--train.on_nonfinite", "skip",
+    )  # fmt: skip
+    log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
+    while not (log.exists() and "step 20 " in log.read_text()):
+        time.sleep(0.02)
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not restarts(shop, "cut"):
+        time.sleep(0.05)
+    (event,) = restarts(shop, "cut")
+    assert event["source"] == "memory" and int(str(event["resumed_step"])) >= 20
+    assert len(folders_in_memory() - before) == 1
+    process.kill()
+    process.communicate(timeout=20)
+    while time.monotonic() < until and folders_in_memory() != before:
+        time.sleep(0.05)
+    assert folders_in_memory() == before

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from paceline.config.merge_settings import read_requested_settings
 from paceline.config.task import Task
-from paceline.trainer.checkpointer import write_final_weights
 from paceline.trainer.diagnostics.replica_check import find_replica_mismatch
+from paceline.trainer.saving.final_weights import write_final_weights
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from tests.end_to_end.forked_job_ranks import try_pair
 from tests.end_to_end.refused_layout_models import job_of

@@ -58,7 +58,8 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
     **dict.fromkeys(("train.threads", "train.timeout_seconds", "train.check_every", "data.workers"), _SPEED),
     **dict.fromkeys(
         (
-            "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every", "checkpoint.keep",
+            "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every",
+            "checkpoint.memory_every", "checkpoint.keep",
             "checkpoint.consolidated", "watch.to", "run_dir",
         ),
         _REPORTING,

@@ -76,9 +76,13 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Settings for when to save, and what to keep."""
+    """Settings for when to save, and what to keep.
+
+    `memory_every` is the number of steps between two checkpoints in memory; 0 means none.
+    """
 
     every: Count | None = None
+    memory_every: CountOrZero | None = None
     keep: Count = 3
     consolidated: Literal["last", "none"] = "last"
 

@@ -29,6 +29,8 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)
     restart: dict[str, Any] | None = None
     """What ended the attempt before, if the run restarted by itself: `reason`, `failed_step` and `monotonic_ns`."""
+    memory_folder: str = ""
+    """The folder of this command's checkpoints in memory; empty if it has none."""
     job_handle: int | None = None
     """The descriptor of an open file with a job that is a Python object; valid only in this run's processes."""
 

@@ -1,7 +1,9 @@
 """The launcher: starts the processes of an attempt, which read their task from a file, and returns how they ended."""
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +18,7 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
-from paceline.launch.agent.forkserver_client import ForkserverClient
+from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
 from paceline.launch.agent.run_state_machine import (
     DEFAULT_RESTARTS,
     Action,
@@ -43,6 +45,7 @@ _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
 DEFAULT_EXACT_KERNELS = "AVX2"
 _REQUEST = "request.json"
+_MEMORY_DISK = "/dev/shm"
 _POLL_SECONDS = 0.05
 
 
@@ -114,8 +117,10 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
+    memory_folder = _create_memory_folder() if request.saves_checkpoints else ""
+    request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     server = ForkserverClient(
-        environ=_environ(request),
+        environ={**_environ(request), MEMORY_FOLDER: memory_folder},
         working_folder=request.working_folder,
         inherited_handles=_inherited_handles(run_lock, request.payload or {}),
     )
@@ -127,8 +132,17 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
             finally:
                 server.close()
     finally:
+        if memory_folder:
+            shutil.rmtree(memory_folder, ignore_errors=True)
         if run_lock is not None:
             run_lock.close()
+
+
+def _create_memory_folder() -> str:
+    """Create the folder of this command's checkpoints in memory; return an empty text if there is no such disk."""
+    with suppress(OSError):
+        return tempfile.mkdtemp(prefix="paceline-memory-", dir=_MEMORY_DISK)
+    return ""
 
 
 def _run_attempts(
@@ -181,7 +195,7 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome, *, start_step
         exit_code=outcome.exit_code,
         failure=outcome.failure,
         start_step=start_step,
-        saved_step=_newest_step(request.run),
+        saved_step=_newest_step(request),
         time=time.monotonic(),
         max_restarts=max_restarts if max_restarts >= 0 else None,
     )
@@ -190,12 +204,18 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome, *, start_step
 def _start_step(request: LaunchRequest) -> int:
     """Return the step from which the next attempt starts; 0 if it starts at the beginning."""
     requested = Path(str((request.payload or {}).get("resume") or ""))
-    return parse_step(requested) if parse_step(requested) >= 0 else _newest_step(request.run)
+    return parse_step(requested) if parse_step(requested) >= 0 else _newest_step(request)
 
 
-def _newest_step(run: RunFolder) -> int:
-    newest = resolve_mark(run.checkpoints, LATEST)
-    return 0 if newest is None else max(0, parse_step(newest))
+def _newest_step(request: LaunchRequest) -> int:
+    """Return the step of the newest checkpoint, on disk or in memory; 0 if there is none."""
+    newest = [resolve_mark(folder, LATEST) for folder in _checkpoint_folders(request)]
+    return max([0, *(parse_step(path) for path in newest if path is not None)])
+
+
+def _checkpoint_folders(request: LaunchRequest) -> list[Path]:
+    memory_folder = (request.payload or {}).get("memory_folder")
+    return [request.run.checkpoints, *([Path(memory_folder)] if memory_folder else [])]
 
 
 def _run_attempt(
@@ -265,11 +285,11 @@ def _silence_timeout(request: LaunchRequest) -> float:
 def _restart_request(request: LaunchRequest, failure: Failure) -> LaunchRequest:
     """Return the request for the attempt that follows a failed one.
 
-    It continues from the newest checkpoint of the run folder. If the folder has no checkpoint, it starts as the last
-    attempt did. It does not repeat the evaluation before the first step.
+    It continues from the newest checkpoint, on disk or in memory. If there is none, it starts as the last attempt did.
+    It does not repeat the evaluation before the first step.
     """
     payload = dict(request.payload or {})
-    if has_saves(request.run.checkpoints):
+    if any(map(has_saves, _checkpoint_folders(request))):
         payload["resume"] = None
     options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
     restart = {"reason": failure.summary, "failed_step": failure.step, "monotonic_ns": failure.monotonic_ns}

@@ -13,9 +13,9 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
 from paceline.run_folder.run_folder import RunFolder, newest_checkpoint
-from paceline.trainer.checkpointer import restore_weights
 from paceline.trainer.parameter_server_worker import WorkerFinished
 from paceline.trainer.run import Run
+from paceline.trainer.saving.resume_run import restore_weights
 
 
 def train(payload: Mapping[str, Any]) -> int:

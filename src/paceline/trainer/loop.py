@@ -1,5 +1,6 @@
 """The training loop: run steps, log them, and evaluate, save or stop when due. It is the same for every update rule."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
 from paceline.trainer.batch_guard import BatchGuard
-from paceline.trainer.checkpointer import Checkpointer
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
@@ -30,6 +30,8 @@ from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
 from paceline.trainer.fault_injection import inject_training_fault
 from paceline.trainer.random_access_reading import read_full_batch
+from paceline.trainer.saving.checkpointer import Checkpointer
+from paceline.trainer.saving.memory_tier import MemoryTier
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
@@ -48,6 +50,7 @@ class Loop:
         setup: TrainingSetup,
         loader: BatchLoader,
         checkpointer: Checkpointer,
+        memory_tier: MemoryTier | None = None,
         event_bus: EventBus,
         heartbeat: HeartbeatWriter | None,
         faults: Faults,
@@ -78,6 +81,8 @@ class Loop:
         self._open_lengths = [length] if length.is_open else []
         self._memory_baseline = memory_baseline
         self.forecast_check = forecast_check
+        self._memory_tier = memory_tier
+        self._next_memory_step = math.inf if memory_tier is None else memory_tier.next_step
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
         self._on_eval_argument = on_eval_argument
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
@@ -345,7 +350,22 @@ class Loop:
             self.save()
         if is_evaluation_due:
             self._evaluate_due()
+        if step >= self._next_memory_step and self._memory_tier is not None:
+            if self._checkpointer.last_saved == step:
+                self._memory_tier.postpone(step)
+            else:
+                self._save_to_memory(self._memory_tier)
+            self._next_memory_step = self._memory_tier.next_step
         self._send_heartbeat()
+
+    def _save_to_memory(self, tier: MemoryTier) -> None:
+        self.finish_pending()
+        start_time = time.perf_counter()
+        self.setup.step.deferred_finite_check.check_last_step()
+        refuse_nonfinite_weights(self.setup, step=self.cursor.step)
+        for event in tier.save(cursor=self.cursor, loader=self.loader, progress=self.progress.as_json()):
+            self.event_bus.emit(event)
+        self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:
         """Compare the replicas, unless this step was already checked or `train.check_every` is 0."""

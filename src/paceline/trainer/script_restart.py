@@ -25,6 +25,7 @@ INHERITED_FIELDS = (
     "attempt",
     "resume",
     "restart",
+    "memory_folder",
 )  # task fields that the ranks inherit from the script that starts them
 AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 

@@ -14,42 +14,29 @@ from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
 from paceline.checkpoint.resume_checks import describe_changes
 from paceline.comm.process_group import World
 from paceline.config.job_reference import source_name
-from paceline.config.merge_settings import as_toml
-from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
 from paceline.data.dataset_properties import DatasetProperties
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
-from paceline.events import Event, EventBus, Note, RunEnded, RunStarted, restarted_event
+from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
-from paceline.filesystem.atomic_files import read_json, write_json, write_text
+from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.agent.shared_status import open_heartbeat
 from paceline.launch.agent.signals import stop_flag
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import LayoutForecast
-from paceline.profiling.environment import environment, loaded_modules
+from paceline.profiling.environment import loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
-from paceline.run_folder.plan_file import write_plan_file
 from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 from paceline.step.update_rules import step_rule
-from paceline.trainer.checkpointer import (
-    Checkpointer,
-    checkpoint_to_resume,
-    find_checkpoint,
-    read_saved_identity,
-    restore,
-    run_identity,
-    write_final_weights,
-)
 from paceline.trainer.checks.evaluation_checks import (
     data_length_notes,
     early_stop_notes,
     evaluation_notes,
     finished_note,
-    job_choices,
     last_batch_notes,
     refuse_large_batch,
 )
@@ -58,10 +45,21 @@ from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forecast_supported
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
 from paceline.trainer.loop import Loop
+from paceline.trainer.saving.checkpointer import Checkpointer, run_identity
+from paceline.trainer.saving.final_weights import write_final_weights
+from paceline.trainer.saving.memory_tier import open_memory_tier
+from paceline.trainer.saving.resume_run import (
+    checkpoint_to_resume,
+    find_checkpoint,
+    read_saved_identity,
+    restart_events,
+    restore,
+)
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, Progress, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
 from paceline.trainer.setup.prepare import PreparedJob, number_attempt, with_saved_microbatches
+from paceline.trainer.setup.run_records import write_run_records
 
 
 class Session:
@@ -260,7 +258,15 @@ class _SessionBuilder:
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.resume is None:
             return None, []
-        return find_checkpoint(self.run.checkpoints, requested=self.requested_checkpoint, world=self.world)
+        task, memory_folder = self.prepared_job.task, None
+        if task.restart is not None and task.memory_folder:
+            memory_folder = Path(task.memory_folder)
+        return find_checkpoint(
+            self.run.checkpoints,
+            requested=self.requested_checkpoint,
+            world=self.world,
+            memory_folder=memory_folder,
+        )
 
     def _set_aside_later_checkpoints(self, loaded: OpenCheckpoint) -> list[Event]:
         """Move newer checkpoints to another folder, if this run resumes from an older one."""
@@ -324,6 +330,7 @@ class _SessionBuilder:
             setup=self.setup,
             loader=loader,
             checkpointer=checkpointer,
+            memory_tier=open_memory_tier(self.setup, task, checkpointer, start_step=cursor.step),
             event_bus=event_bus,
             heartbeat=open_heartbeat(self.world.rank, settings),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
@@ -354,15 +361,8 @@ class _SessionBuilder:
         if not self.world.is_main or self.prepared_job.task.verb == "evaluate":
             return
         task, plan = self.prepared_job.task, self.prepared_job.plan
-        private = holds_secret(self.prepared_job.requested.values)
-        write_text(self.run.path / "config.toml", as_toml(self.prepared_job.requested), private=private)
-        write_json(self.run.path / "job.json", job_choices(self.prepared_job.job))
-        write_plan_file(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
-        if task.restart is None:  # a restart by the same command has the same environment
-            write_json(self.run.path / "env.json", environment(task.job))
-        write_json(self.run.task, replace(task, job_handle=None, restart=None).as_json(), private=private)
-        if task.restart is not None:
-            events = [restarted_event(task.restart, attempt=task.attempt, resumed_step=cursor.step), *events]
+        write_run_records(self.run, self.prepared_job, forecast=forecast)
+        events = [*restart_events(task, loaded, resumed_step=cursor.step), *events]
         for event in events:
             loop.event_bus.emit(event)
         loop.event_bus.emit(
@@ -378,11 +378,6 @@ class _SessionBuilder:
                 is_restart=task.restart is not None,
             )
         )
-
-    def _plan_extras(self, forecast: LayoutForecast | None) -> dict[str, Any]:
-        """Return what `plan.json` records in addition to the plan."""
-        extras = {"auto": self.prepared_job.task.options.get("auto"), "forecast": forecast and forecast.as_json()}
-        return {name: value for name, value in extras.items() if value is not None}
 
     def _banner(
         self, cursor: Cursor, loaded: OpenCheckpoint | None, *, loader: BatchLoader, loop: Loop

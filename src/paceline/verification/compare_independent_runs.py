@@ -16,7 +16,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
 from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.trainer.diagnostics.replica_check import averaged_names, find_replica_mismatch
-from paceline.trainer.local_sgd_state import get_site_synchronizer
+from paceline.trainer.saving.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluate_layout, judge_evaluation
 from paceline.verification.compare_in_lockstep import ReportProgress, build_layout_loader, unchanged_weights_note

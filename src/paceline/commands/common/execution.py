@@ -43,6 +43,7 @@ from paceline.launch.launcher import (
     torch_imported_error,
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.launch.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.compression_checks import refuse_compression
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
@@ -54,7 +55,6 @@ from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.run_folder.run_folder import RunFolder, choose_run, number_run
-from paceline.run_folder.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.user_code import hide_paceline_frames
 
 

@@ -5,6 +5,7 @@ import select
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,20 +16,21 @@ _GROUP_END_SECONDS = 30.0  # how long to wait for the killed processes to end
 _POLL_SECONDS = 0.005
 
 
-def start_cleanup_process(supervisor_pid: int, *, scratch: str = "") -> None:
+def start_cleanup_process(supervisor_pid: int, *, scratch: str = "", memory_folder: str = "") -> None:
     """Fork a process that waits until the supervisor or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
     the same process group and would keep running. The new process also removes `scratch`, the folder of the group's
-    sockets. If the kernel does not support pidfds, no process is forked.
+    sockets. If the supervisor has ended, it also removes `memory_folder`, the folder of the checkpoints in memory,
+    which the supervisor would have removed. If the kernel does not support pidfds, no process is forked.
     """
     leader_pid = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader_pid:
         return
     if os.fork() == 0:
         try:
-            _wait_and_kill_group(supervisor_pid, leader_pid)
-            _remove_scratch_folder(scratch, leader_pid)
+            has_supervisor_ended = _wait_and_kill_group(supervisor_pid, leader_pid)
+            _remove_folders([scratch, memory_folder if has_supervisor_ended else ""], leader_pid)
         finally:
             os._exit(0)
 
@@ -65,26 +67,30 @@ def _other_group_members() -> list[int]:
     return pids
 
 
-def _wait_and_kill_group(supervisor_pid: int, leader_pid: int) -> None:
+def _wait_and_kill_group(supervisor_pid: int, leader_pid: int) -> bool:
+    """Wait until one of both processes has ended, and kill the group. Return whether the supervisor has ended."""
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.closerange(0, _MAX_FILES)
     poller = select.poll()
+    supervisor_fd = -1
     with suppress(ProcessLookupError):
-        for pid in (supervisor_pid, leader_pid):
-            poller.register(os.pidfd_open(pid), select.POLLIN)
+        supervisor_fd = os.pidfd_open(supervisor_pid)
+        poller.register(supervisor_fd, select.POLLIN)
+        poller.register(os.pidfd_open(leader_pid), select.POLLIN)
         poller.poll()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader_pid, signal.SIGKILL)
+    return supervisor_fd < 0 or any(handle == supervisor_fd for handle, _ in poller.poll(0))
 
 
-def _remove_scratch_folder(scratch: str, leader_pid: int) -> None:
-    """Remove `scratch` once no process of the group is left to write to it."""
+def _remove_folders(folders: Sequence[str], leader_pid: int) -> None:
+    """Remove the folders once no process of the group is left to write to them. Empty names are left out."""
     deadline = time.monotonic() + _GROUP_END_SECONDS
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(leader_pid, 0)
             time.sleep(0.01)
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
+    for folder in filter(None, folders):
+        shutil.rmtree(folder, ignore_errors=True)

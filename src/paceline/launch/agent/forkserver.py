@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import kill_group_members, start_cleanup_process
-from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, INHERITED_HANDLES
+from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, INHERITED_HANDLES, MEMORY_FOLDER
 from paceline.launch.agent.respawn import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
-    start_cleanup_process(int(argv[1]), scratch=scratch)
+    memory_folder = os.environ.pop(MEMORY_FOLDER, "")
+    start_cleanup_process(int(argv[1]), scratch=scratch, memory_folder=memory_folder)
     run_locks = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED_HANDLES, "").split(","))]
     for lock in run_locks:
         os.set_inheritable(lock.handle, False)  # forked workers inherit the lock; programs that they start do not

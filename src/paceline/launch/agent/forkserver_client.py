@@ -13,6 +13,7 @@ from paceline.launch.agent.shared_status import STATUS_FD, clear_status_buffer, 
 
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
+MEMORY_FOLDER = "PACELINE_MEMORY_FOLDER"
 FORKSERVER_LOG = "forkserver.log"
 _EXIT_SECONDS = 30.0
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from paceline.errors import DesyncError
 from paceline.parallel.module_access.tensor_access import bits_checksum
-from paceline.trainer.local_sgd_state import get_site_synchronizer
+from paceline.trainer.saving.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _AVERAGE = "the average (ema) of "

@@ -22,11 +22,11 @@ from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
 from paceline.launch.environments import detect_world
 from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import RunFolder, choose_run
-from paceline.run_folder.scheduler_job import current_scheduler_jobs, find_or_create_run
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings

@@ -1,8 +1,7 @@
-"""Save and resume a run: the contents of a checkpoint, the choice of one to resume, and checks of the resumed run."""
+"""Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept checkpoints."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,58 +9,40 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paceline.checkpoint.collective_write import write_checkpoint
-from paceline.checkpoint.consolidate import consolidate_weights
-from paceline.checkpoint.error_feedback_state import collect_error_feedback, load_error_feedback
+from paceline.checkpoint.error_feedback_state import collect_error_feedback
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
     OpenCheckpoint,
-    UnusableCheckpoint,
-    find_newest_usable,
-    has_saves,
     is_mark_broken,
     mark_best,
-    no_usable_checkpoint,
-    open_checkpoint,
     prune_checkpoints,
     step_name,
 )
-from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD, add_digest, digest_files
 from paceline.checkpoint.files.manifest import update_state
-from paceline.checkpoint.lr_schedule_state import describe_saved_schedules, describe_schedules
+from paceline.checkpoint.lr_schedule_state import describe_schedules
 from paceline.checkpoint.optimizer_state import OptimizerShards, group_names, local_state, optimizer_scalars
 from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
-from paceline.checkpoint.resume_checks import check_identity, record_settings
+from paceline.checkpoint.resume_checks import record_settings
 from paceline.checkpoint.state_dict_view import view_state_dict
-from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.checkpoint.train_state import (
     TrainState,
     collect_files,
     grid_state,
-    load_ema,
-    load_grid,
-    load_model,
-    load_update,
 )
 from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.comm.collective_errors import run_on_all_ranks
-from paceline.comm.process_group import World
-from paceline.config.task import Task
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
-from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
-from paceline.events import CheckpointRefused, CheckpointSaved, Event, Note
-from paceline.filesystem.atomic_files import folder_bytes, write_json
+from paceline.events import CheckpointSaved, Event, Note
+from paceline.filesystem.atomic_files import folder_bytes
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.launch.launcher import kernel_fingerprint
-from paceline.planner.layout.host_resources import cpu_name
-from paceline.profiling.environment import torch_build
-from paceline.run_folder.run_folder import RunFolder
 from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
-from paceline.trainer.local_sgd_state import SitesState, is_writer
+from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -206,6 +187,34 @@ class Checkpointer:
             CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
         """
         start_time = time.perf_counter()
+        path = self.write(
+            self._folder, cursor=cursor, loader=loader, progress=progress, folder_identity=self._folder_identity
+        )
+        self.last_saved = cursor.step
+        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
+        untracked_warning = self._untracked_state.warning_text(self._world)
+        if not self._world.is_main:
+            return []
+        seconds = time.perf_counter() - start_time
+        num_bytes = folder_bytes(path)
+        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
+        warnings = [untracked_warning, self._note_lost_mark()]
+        return [saved, *(Note(text=text, level="warning") for text in warnings if text)]
+
+    def write(
+        self,
+        folder: Path,
+        *,
+        cursor: Cursor,
+        loader: BatchLoader,
+        progress: Mapping[str, Any],
+        folder_identity: FolderIdentity | None = None,
+    ) -> Path:
+        """Write a checkpoint of the current state into `folder`, and return its path. Every rank must call this.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; a failure on one rank is raised on all.
+        """
         loader_state = dict(loader.state())
         with self._setup.step.synchronized_weights() as local_weights:
             files, state = collect_files(build_train_state(self._setup))
@@ -222,24 +231,14 @@ class Checkpointer:
                 "grid": grid_state(self._setup.grid),
                 "extra": dict(progress),
             }
-            path = write_checkpoint(
+            return write_checkpoint(
                 self._world,
-                folder=self._folder,
+                folder=folder,
                 step=cursor.step,
                 files=files,
                 state=state,
-                folder_identity=self._folder_identity,
+                folder_identity=folder_identity,
             )
-        self.last_saved = cursor.step
-        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
-        untracked_warning = self._untracked_state.warning_text(self._world)
-        if not self._world.is_main:
-            return []
-        seconds = time.perf_counter() - start_time
-        num_bytes = folder_bytes(path)
-        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
-        warnings = [untracked_warning, self._note_lost_mark()]
-        return [saved, *(Note(text=text, level="warning") for text in warnings if text)]
 
     def _note_lost_mark(self) -> str:
         """Return a warning, once, if the file that names the best checkpoint cannot be read."""
@@ -288,156 +287,3 @@ class Checkpointer:
                 mark_best(self._folder, path)
         with convert_to_save_error("the list of checkpoints, without the oldest,", self._folder):
             prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep)
-
-
-def checkpoint_to_resume(task: Task) -> str | None:
-    """Return the checkpoint to resume from: a path, any other text for the newest one, or None for a new start.
-
-    Call this after the run folder is locked, because another run may have saved checkpoints there before.
-    """
-    if task.resume is None and task.verb == "train" and task.run and has_saves(RunFolder(Path(task.run)).checkpoints):
-        return "newest"
-    return task.resume
-
-
-def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
-    """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
-
-    Also return an event for each checkpoint that was refused.
-
-    Raises:
-        CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints but none can be used. A
-            folder that has only unfinished saves counts as empty.
-    """
-    chosen_path: str | None = None
-    refusals: list[tuple[str, str]] = []
-    if world.is_main and requested is None:
-        path, unusable = find_newest_usable(folder)
-        chosen_path, refusals = (
-            (str(path) if path else None),
-            [(str(refusal.path), refusal.reason) for refusal in unusable],
-        )
-    elif requested is not None:
-        chosen_path = str(requested)
-    chosen_path, refusals = world.share_json([chosen_path, refusals])
-    refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
-    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
-    if chosen_path is None:
-        if any(not checkpoint.is_unfinished for checkpoint in refused):
-            raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
-        return None, events
-    return open_checkpoint(Path(chosen_path)), events
-
-
-def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return the identity of the run that saved the checkpoint.
-
-    Properties that older versions of Paceline did not record as identity are read from the state.
-    """
-    state = loaded.state
-    names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]
-    identity = state["identity"]
-    optimizers = [{**saved_groups, **entry} for saved_groups, entry in zip(names, identity["optimizer"], strict=False)]
-    return {"schedule": describe_saved_schedules(state["schedules"]), **identity, "optimizer": optimizers}
-
-
-def restore(
-    loaded: OpenCheckpoint, *, setup: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
-) -> Cursor:
-    """Load the state of the model, the optimizers and exact mode's grid, and return the cursor. Every rank calls this.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model, or is damaged.
-        ResumeError: another property of the run has changed, and `allow` does not permit that.
-    """
-    with convert_state_errors(loaded):
-        return _restore(loaded, setup=setup, identity=identity, allow=allow)
-
-
-@contextmanager
-def convert_state_errors(loaded: OpenCheckpoint) -> Iterator[None]:
-    """Return a context that converts the errors which a malformed state causes into a `CheckpointError`.
-
-    Raises:
-        CheckpointError: the state does not have the form that this version writes.
-    """
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise CheckpointError(
-            f"the state in {loaded.path.name} can't be used: {type(error).__name__}: {error}.",
-            where=str(loaded.path),
-            cause="another version of Paceline wrote it, or it was edited together with its digest",
-            hint=f"paceline ckpt ls {loaded.path.parent.parent}, and --resume with an older checkpoint",
-        ) from error
-
-
-def _restore(
-    loaded: OpenCheckpoint, *, setup: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
-) -> Cursor:
-    train_state = build_train_state(setup)
-    problems: list[PacelineError] = []
-    try:
-        load_model(loaded, train_state)
-    except CheckpointError as error:
-        problems.append(error)
-    try:
-        check_identity(read_saved_identity(loaded), identity, allow=[*allow, *(["model"] if problems else [])])
-    except ResumeError as error:
-        problems.append(error)
-    raise_all(problems)
-    is_same_rule = loaded.state["identity"].get("update") == identity["update"]
-    rule_state = build_rule_state(setup)
-    rule_view = rule_state.view(loaded, is_same_rule=is_same_rule)
-    load_update(rule_view, train_state, saved_identity=read_saved_identity(loaded), current_identity=identity)
-    load_grid(setup.grid, loaded.state.get("grid", {}))
-    rule_state.load(rule_view, is_same_rule=is_same_rule)
-    if loaded.state["identity"].get("compress") == identity["compress"]:
-        load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
-    cursor = Cursor.from_json(loaded.state["cursor"])
-    setup.step.steps_done = cursor.step
-    setup.step.replica.buffers.accept_current_values()
-    return cursor
-
-
-def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
-    """Load only the weights, and their average (EMA) if there is one, for evaluation. Every rank must call this."""
-    load_model(loaded, build_train_state(setup))
-    ema = setup.update.ema
-    if ema is not None:
-        run_on_all_ranks(setup.world, lambda: load_ema(loaded, ema, weights=setup.weights))
-
-
-def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
-    """Write the weight digest and `consolidated/`, the model as evaluated. Return a line that names both.
-
-    The digest covers the trained weights, not their average. Torch's build and kernels affect the digest, so their
-    names are written next to it. Every rank must call this, and rank 0 writes. If rank 0 holds the whole model, the
-    other ranks do nothing.
-    """
-    with setup.step.synchronized_weights():
-        return _write_final_weights(setup, run, step=step)
-
-
-def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
-    if not is_writer(setup) or (setup.weights.is_unsharded and not setup.world.is_main):
-        return ""
-    state_view = view_state_dict(setup.model, weights=setup.weights, world=setup.site)
-    digest = weights_digest(state_view.full_tensors(sorted(state_view.entries)))
-    record: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
-    record |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
-    if setup.world.is_main:
-        with convert_to_save_error(WEIGHTS_RECORD, run):  # remove the old digest until the folder is complete
-            (run / WEIGHTS_RECORD).unlink(missing_ok=True)
-    with setup.as_evaluated():
-        folder = consolidate_weights(
-            state_view, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
-        )
-        if setup.update.ema is not None:
-            record["average"] = weights_digest(state_view.full_tensors(sorted(state_view.entries)))
-    if setup.world.is_main:
-        with convert_to_save_error(WEIGHTS_RECORD, run):
-            write_json(run / WEIGHTS_RECORD, add_digest({**record, "files": digest_files(folder)}))
-    if setup.update.ema is None:
-        return f"weights {digest[:16]} in {folder}"
-    return f"average {record['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"

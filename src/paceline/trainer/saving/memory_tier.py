@@ -1,0 +1,110 @@
+"""Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
+
+They have the format of the checkpoints on disk, with all checksums, and are committed by all ranks or none. They lie in
+a folder of /dev/shm that belongs to the command, so they survive its ranks. The command removes the folder at its end.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import list_checkpoints
+from paceline.config.task import Task
+from paceline.data.loader import BatchLoader
+from paceline.data.order.cursor import Cursor
+from paceline.errors import CheckpointError
+from paceline.events import Event, Note
+from paceline.trainer.saving.checkpointer import Checkpointer
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+_KEPT = 2  # the newest one, and the one before it while the next one is being written
+_MEASURED_STEPS = 10  # steps from which the duration of a step is measured before the first save
+_MAX_SHARE = 0.01  # of the time of all steps, for saves at the derived interval
+_FIRST_SECONDS, _BYTES_PER_SECOND = 0.05, 5e8  # an estimate of the cost of the first save, rather too high
+_STATES_PER_PARAMETER = 3  # the parameter and two moments of Adam
+
+
+class MemoryTier:
+    """The memory checkpoints of one rank's run.
+
+    Without an interval (`every`), the interval is derived so that saves take at most 1% of the time. Rank 0 measures
+    the time, and all ranks learn the step of the next save from it.
+    """
+
+    def __init__(
+        self, *, setup: TrainingSetup, checkpointer: Checkpointer, folder: Path, every: int | None, start_step: int
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._world = setup.world
+        self._folder = folder
+        self._every = every
+        self._save_seconds: float | None = None
+        num_bytes = sum(member.parameter.numel() * member.parameter.element_size() for member in setup.named_parameters)
+        self._estimated_seconds = _FIRST_SECONDS + num_bytes * _STATES_PER_PARAMETER / _BYTES_PER_SECOND
+        self._interval_start = (start_step, time.perf_counter())
+        self._interval = _MEASURED_STEPS if every is None else every
+        self.next_step: float = 0
+        """The step at which `save` is called next, the same on all ranks; infinite if a save has failed."""
+        self.postpone(start_step)
+
+    def postpone(self, step: int) -> None:
+        """Leave out the save of this step, for example because it is saved on disk."""
+        self.next_step = step + self._interval if self._every is None else (step // self._every + 1) * self._every
+
+    def save(self, *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any]) -> list[Event]:
+        """Save the current state, if that is cheap enough already. Every rank calls this at `next_step`.
+
+        A save that fails turns this tier off, and the run continues. Return a note about that.
+        """
+        if self._every is None and self._save_seconds is None:
+            self._choose_next_step(cursor.step, seconds=self._estimated_seconds)
+            self._save_seconds = self._estimated_seconds
+            return []
+        start_time = time.perf_counter()
+        try:
+            self._checkpointer.write(self._folder, cursor=cursor, loader=loader, progress=progress)
+        except CheckpointError as error:
+            self.next_step = math.inf
+            text = f"checkpoints in memory are off: {error.what} A restart continues from the newest one on disk"
+            return [Note(text=text, level="warning")]
+        if self._world.is_main:
+            self._prune()
+        if self._every is not None:
+            self.postpone(cursor.step)
+        else:
+            self._save_seconds = time.perf_counter() - start_time
+            self._choose_next_step(cursor.step, seconds=self._save_seconds)
+        return []
+
+    def _choose_next_step(self, step: int, *, seconds: float) -> None:
+        """Choose the step of the next save, which takes `seconds`, from the time since the last choice."""
+        first_step, start_time = self._interval_start
+        step_seconds = (time.perf_counter() - start_time) / max(1, step - first_step)
+        num_steps = max(1, math.ceil(seconds / (_MAX_SHARE * max(step_seconds, 1e-6))))
+        self._interval = int(self._world.share_json(num_steps))
+        self.postpone(step)
+        self._interval_start = (step, time.perf_counter())
+
+    def _prune(self) -> None:
+        for path in list_checkpoints(self._folder)[:-_KEPT]:
+            with suppress(OSError):
+                shutil.rmtree(path)
+
+
+def open_memory_tier(
+    setup: TrainingSetup, task: Task, checkpointer: Checkpointer, *, start_step: int
+) -> MemoryTier | None:
+    """Return the memory tier of a run, or None if it has none.
+
+    A run has none if its command made no folder for it, if `checkpoint.memory_every` is 0, or if the update is
+    asynchronous: then a save completes the steps in flight, so that saves in between would change the training.
+    """
+    every = setup.settings.checkpoint.memory_every
+    if not task.memory_folder or every == 0 or not setup.plan.update_rule.is_synchronous:
+        return None
+    folder = Path(task.memory_folder)
+    return MemoryTier(setup=setup, checkpointer=checkpointer, folder=folder, every=every, start_step=start_step)
