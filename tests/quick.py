@@ -28,6 +28,8 @@ QUICK = (
     "launch/failures/test_oom_detection.py",
     "launch/failures/test_uncaught_exceptions.py",
     "launch/test_inherited_environment.py",
+    "launch/test_restart_request.py",
+    "launch/test_scheduler_job.py",
     "launch/test_environments.py",
     "measured_planning/test_plan_uncertainty_notes.py",
     "measured_planning/test_schedule_benchmark.py",

@@ -187,20 +187,6 @@ class RunEnded(Event):
     seconds: float = 0.0
 
 
-def restarted_event(restart: Mapping[str, Any], *, attempt: int, resumed_step: int, source: str) -> Restarted:
-    """Return the event of a restart that is ready for its next step now. `restart` is a field of the run's task."""
-    failed_step = int(restart["failed_step"])
-    return Restarted(
-        attempt=attempt,
-        reason=str(restart["reason"]),
-        failed_step=failed_step,
-        resumed_step=resumed_step,
-        repeated_steps=max(0, failed_step - resumed_step),
-        seconds=(time.monotonic_ns() - int(restart["monotonic_ns"])) / 1e9,
-        source=source,
-    )
-
-
 NAMES_ON_DISK = {"ForecastChecked": "Foretold"}
 """Event names in `events.jsonl` that differ from the class name, so that older files can be read."""
 

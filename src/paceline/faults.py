@@ -47,9 +47,17 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parse `"kill rank=2 step=50; nan rank=1 step=70; slow rank=0 step=9 seconds=0.5 point=save"`.
 
     Raises:
-        UsageError: a fault is not valid, or its step or attempt is 0.
+        UsageError: a fault is not valid, its step or attempt is 0, or two faults would happen at once.
     """
-    return tuple(_parse(part.split()) for part in text.split(";") if part.strip())
+    faults = tuple(_parse(part.split()) for part in text.split(";") if part.strip())
+    moments = [(fault.rank, fault.step, fault.point, fault.attempt) for fault in faults]
+    for fault, moment in zip(faults, moments, strict=True):
+        if moments.count(moment) > 1:
+            raise UsageError(
+                f"two faults happen at the same moment: {fault}, and another one.",
+                hint="another step, point or attempt for one of them",
+            )
+    return faults
 
 
 def _default_point(kind: str) -> str:
@@ -89,9 +97,12 @@ def _parse_seconds(text: str) -> float | None:
     return seconds if 0 <= seconds <= _HANG_SECONDS else None
 
 
-def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
+def refuse_idle_faults(
+    faults: Sequence[Fault], *, ranks: int, steps: int | None, servers: int = 0
+) -> list[PacelineError]:
     """Return errors for faults whose rank or step does not exist. `steps` is None if the number is not known yet.
 
+    `servers` is the number of parameter servers. The other ranks are then workers, whose numbers no fault changes.
     Without this check, a test with such a fault would pass without testing anything.
     """
     problems: list[PacelineError] = []
@@ -100,6 +111,13 @@ def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None
             last = "rank 0 is the only rank" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
             problems.append(
                 UsageError(f"the fault on rank {fault.rank} never happens: {last}.", hint=f"rank={ranks - 1}")
+            )
+        if servers and fault.rank >= servers and fault.kind in TRAINING_KINDS:
+            problems.append(
+                UsageError(
+                    f"the fault {str(fault)!r} can't be injected into a worker of parameter servers.",
+                    hint=f"--faults with {', '.join(PROCESS_KINDS)}",
+                )
             )
         if steps is not None and fault.step > steps:
             problems.append(
@@ -165,9 +183,13 @@ def _inject_into_process(fault: Fault) -> None:
         raise RuntimeError(f"injected fault: raise at {fault.point} of step {fault.step}")
 
 
-def missed_faults_error(missed: Sequence[str]) -> RunError:
-    """Return the error at the end of a run in which faults did not happen: whatever it was to show is not shown."""
-    return RunError(
+class MissedFaultError(RunError):
+    """A fault did not happen during the run, so that what the run was to show is not shown."""
+
+
+def missed_faults_error(missed: Sequence[str]) -> MissedFaultError:
+    """Return the error at the end of a run in which faults did not happen."""
+    return MissedFaultError(
         f"{plural(len(missed), 'fault')} of --faults did not happen: {'; '.join(missed)}.",
         cause="no save or evaluation at that step, a rank that computes no loss, or an attempt that was not needed",
         hint="the training itself is complete and saved; give the fault another step, rank, point or attempt",

@@ -383,6 +383,12 @@ def test_a_fault_that_cannot_happen_is_refused(text: str) -> None:
         parse_faults(text)
 
 
+def test_two_faults_at_one_moment_are_refused() -> None:
+    with pytest.raises(UsageError, match="two faults happen at the same moment: nan rank=1 step=7"):
+        parse_faults("nan rank=1 step=7; slow rank=1 step=7")
+    assert len(parse_faults("nan rank=1 step=7; slow rank=0 step=7; slow rank=1 step=7 point=save")) == 3
+
+
 WORLDS = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
     "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import SMALL_JOB, Shop
 from tests.end_to_end.run_processes import children, marked_processes, wait_until_gone
+from tests.end_to_end.test_interrupted_runs import wait_for
 
 STEPS = 16
 LAYOUTS = {
@@ -121,8 +122,8 @@ def test_ctrl_c_in_the_pause_before_a_restart_ends_the_run(shop: Shop) -> None:
     )
     process = shop.start("train", "job.py", "--run-dir", "cut", "--survive.restarts", "30", "--train.steps", "9")
     assert process.stderr is not None
-    while "restarting in 4 s" not in process.stderr.readline():
-        pass
+    lines = iter(process.stderr.readline, "")
+    assert any("restarting in 4 s" in line for line in lines)
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
@@ -146,8 +147,7 @@ def test_a_killed_fork_server_is_started_again(shop: Shop) -> None:
         "skip",
     )
     log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
-    while not (log.exists() and "step 20 " in log.read_text()):
-        time.sleep(0.02)
+    wait_for(log, "step 20 ")
     (forkserver,) = children(process.pid)
     os.kill(forkserver, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
@@ -304,15 +304,14 @@ def test_checkpoints_in_memory_outlive_the_fork_server_and_not_the_command(shop:
         "--train.on_nonfinite", "skip",
     )  # fmt: skip
     log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
-    while not (log.exists() and "step 20 " in log.read_text()):
-        time.sleep(0.02)
+    wait_for(log, "step 20 ")
     (forkserver,) = children(process.pid)
     os.kill(forkserver, signal.SIGKILL)
     until = time.monotonic() + 30
     while time.monotonic() < until and not restarts(shop, "cut"):
         time.sleep(0.05)
     (event,) = restarts(shop, "cut")
-    assert event["source"] == "memory" and int(str(event["resumed_step"])) >= 20
+    assert event["source"] == "memory" and int(str(event["resumed_step"])) >= 10
     assert len(folders_in_memory() - before) == 1
     process.kill()
     process.communicate(timeout=20)

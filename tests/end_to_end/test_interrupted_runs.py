@@ -38,7 +38,7 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
         fault = f"kill rank={rng.randrange(ranks)} step={rng.randrange(2, 12)} attempt={attempt}"
         ended = shop.train("cut", *WORDS, "--survive.restarts", "0", "--faults", fault, ranks=ranks)
         attempt += 1
-        if ended.code == 0:
+        if ended.code == 0 or "did not happen" in ended.err:  # the step was behind the run already
             break
         assert "SIGKILL" in ended.err and "Resume: paceline train" in ended.err
     assert shop.train("cut", *WORDS, ranks=ranks).code == 0
@@ -136,7 +136,7 @@ BROKEN = {
     "exception on rank 1": ('if RANK == 1 and STEP[0] == 3: raise IndexError("index 5000")', "rank 1", "IndexError: index 5000"),
     "rank 0 first, rank 1 later": (
         "if STEP[0] == 3 and RANK == 0: raise KeyError('gone')", "rank 0", "KeyError"),
-    "exit 7": ("if RANK == 1 and STEP[0] == 3: os._exit(7)", "rank 1", "exit code 7"),
+    "exit 7": ("if RANK == 1 and STEP[0] == 3: os._exit(7)", "rank 1", "exited with code 7"),
     "exit 0": ("if RANK == 1 and STEP[0] == 3: os._exit(0)", "rank 1", "exited with code 0 before the run was finished"),
     "SystemExit 3": ("if RANK == 1 and STEP[0] == 3: raise SystemExit(3)", "rank 1", "the job called sys.exit(3)"),
     "segfault": ("if RANK == 1 and STEP[0] == 3: ctypes.string_at(0)", "rank 1", "SIGSEGV"),
@@ -276,8 +276,8 @@ ORDERS = {
 def test_whoever_dies_loudest_the_first_is_named(shop: Shop, name: str, ranks: int) -> None:
     what, rank, word = ORDERS[name]
     shop.write("job.py", _dying(what))
-    ended = shop.train("run", "--eval.every", "4", ranks=ranks)
-    first = ended.err.splitlines()[0]
+    ended = shop.train("run", "--eval.every", "4", "--survive.restarts", "0", ranks=ranks)
+    first = next(line for line in ended.err.splitlines() if "searching for layouts" not in line)
     assert ended.code == 1 and first.startswith("FAILED") and rank in first and word in ended.err, ended.err
     assert "Traceback" not in ended.text and len(ended.err.splitlines()) <= 20 and len(ended.err) < 4000
     assert "SIGKILL" in first or f"{shop.path}/job.py:" in ended.err

@@ -1,5 +1,6 @@
 """Which run a job of a scheduler continues when it is started again."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ SLURM = {"SLURM_JOB_ID": "77"}
 REQUEUED = {**SLURM, "SLURM_RESTART_COUNT": "1"}
 
 
-def chosen(root: Path, environ: dict[str, str], *, launcher: str = "12-345", name: str = "job") -> str:
-    return find_or_create_run(name, detect_scheduler_jobs(environ, launcher_id=launcher), root=root).path.name
+def chosen(root: Path, environ: dict[str, str], *, launcher: str = "12-345", name: str = "job", lr: str = "0.1") -> str:
+    jobs = detect_scheduler_jobs(environ, launcher_id=launcher)
+    return find_or_create_run(name, jobs, request={"settings": {"job.lr": lr}}, root=root).path.name
 
 
 def torchrun(restarts: int = 0, *, run_id: str = "none", **more: str) -> dict[str, str]:
@@ -60,6 +62,26 @@ def test_two_torchruns_in_one_job_are_two_runs(tmp_path: Path) -> None:
     assert chosen(tmp_path, torchrun(**REQUEUED), launcher="30-3") == first
     assert chosen(tmp_path, torchrun(1, **REQUEUED), launcher="30-3") == first
     assert chosen(tmp_path, torchrun(**REQUEUED), launcher="40-4") == second
+
+
+def test_torchruns_that_share_an_id_are_two_runs(tmp_path: Path) -> None:
+    """As with `--rdzv-id 100` in a script that is run every day."""
+    yesterday = chosen(tmp_path, torchrun(run_id="100"), launcher="10-1")
+    today = chosen(tmp_path, torchrun(run_id="100"), launcher="20-2")
+    assert chosen(tmp_path, torchrun(1, run_id="100"), launcher="20-2") == today != yesterday
+
+
+def test_a_command_with_other_settings_is_another_run(tmp_path: Path) -> None:
+    """A sweep in one job: the requeued commands may come in another order."""
+    runs = {lr: chosen(tmp_path, SLURM, lr=lr) for lr in ("0.1", "0.2", "0.3")}
+    assert {lr: chosen(tmp_path, REQUEUED, lr=lr) for lr in ("0.3", "0.1", "0.2")} == runs
+
+
+def test_commands_at_the_same_time_choose_different_runs(tmp_path: Path) -> None:
+    runs = [chosen(tmp_path, SLURM) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: chosen(tmp_path, REQUEUED), range(4)))
+    assert sorted(found) == sorted(runs)
 
 
 def test_a_damaged_record_is_no_record(tmp_path: Path) -> None:

@@ -362,13 +362,16 @@ def _next_store(launch_info: LaunchInfo, timeout: timedelta) -> Store:
     """Return a store for one world, whose prefix separates its keys from those of earlier worlds.
 
     After a restart, torchrun offers the same store again. It still has the keys of the failed attempt, such as the
-    addresses of dead processes, so the prefix also has the number of the restart.
+    addresses of dead processes, so the prefix also has the number of the restart. On several nodes, the agents may
+    count restarts differently, and the prefix does not have the number.
     """
     address = launch_info.address, launch_info.port
     if address not in _store_by_address:
         _store_by_address[address] = _store(launch_info, timeout), count()
     store, numbers = _store_by_address[address]
-    restarts = own_environ(os.environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    environ = own_environ(os.environ)
+    is_one_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
     return PrefixStore(f"attempt-{restarts}-world-{next(numbers)}", store)
 
 

@@ -9,6 +9,19 @@ from paceline.config.job_reference import short_name, split_jobref
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreviousFailure:
+    """The failure of the attempt before, after which the run restarted by itself.
+
+    `reason` is one line. `failed_step` is the step that the failure interrupted; 0 if it came before the first one.
+    `monotonic_ns` is its time on the clock of the machine.
+    """
+
+    reason: str
+    failed_step: int
+    monotonic_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A verb on one job. Paths are text; `settings` are requested values by dotted name, `origins` their sources."""
 
@@ -27,8 +40,8 @@ class Task:
     allow: tuple[str, ...] = ()
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    restart: dict[str, Any] | None = None
-    """What ended the attempt before, if the run restarted by itself: `reason`, `failed_step` and `monotonic_ns`."""
+    restart: PreviousFailure | None = None
+    """The failure of the attempt before, if the run restarted by itself."""
     memory_folder: str = ""
     """The folder of this command's checkpoints in memory; empty if it has none."""
     job_handle: int | None = None
@@ -53,6 +66,12 @@ class Task:
         )
 
     @property
+    def request(self) -> dict[str, Any]:
+        """Return what the command asks for, as JSON: a requeued command that asks for the same continues its run."""
+        settings = {name: str(value) for name, value in self.settings.items()}
+        return {"layout": self.layout, "update": self.update, "compress": self.compress, "settings": settings}
+
+    @property
     def short_job(self) -> str:
         """Return the job's short name, after which its run folders are named."""
         return short_name(self.job)
@@ -64,4 +83,5 @@ class Task:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Task":
         """Return the task from the dict that `as_json` returned."""
-        return Task(**{**value, "allow": tuple(value.get("allow", ()))})
+        restart = None if value.get("restart") is None else PreviousFailure(**value["restart"])
+        return Task(**{**value, "allow": tuple(value.get("allow", ())), "restart": restart})

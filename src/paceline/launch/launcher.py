@@ -1,4 +1,4 @@
-"""The launcher: starts the processes of an attempt, which read their task from a file, and returns how they ended."""
+"""The launcher: runs the attempts of a run one after the other, and returns how the last one ended."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, parse_step, resolve_mark
 from paceline.config.secret_settings import holds_secret
+from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
@@ -34,10 +35,9 @@ from paceline.launch.agent.run_state_machine import (
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
-from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
+from paceline.launch.failures.failure_record import DIVERGED, FIRST_FAILURE, FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
-from paceline.launch.failures.stuck_rank import DIVERGED, TIMEOUT
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 
@@ -119,7 +119,7 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     memory_folder = _create_memory_folder() if request.saves_checkpoints else ""
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
-    server = ForkserverClient(
+    forkserver = ForkserverClient(
         environ={**_environ(request), MEMORY_FOLDER: memory_folder},
         working_folder=request.working_folder,
         inherited_handles=_inherited_handles(run_lock, request.payload or {}),
@@ -128,9 +128,9 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     try:
         with stop_requests.listening():
             try:
-                return _run_attempts(request, server=server, stop_requests=stop_requests, on_start=on_start)
+                return _run_attempts(request, forkserver=forkserver, stop_requests=stop_requests, on_start=on_start)
             finally:
-                server.close()
+                forkserver.close()
     finally:
         if memory_folder:
             shutil.rmtree(memory_folder, ignore_errors=True)
@@ -148,14 +148,16 @@ def _create_memory_folder() -> str:
 def _run_attempts(
     request: LaunchRequest,
     *,
-    server: ForkserverClient,
+    forkserver: ForkserverClient,
     stop_requests: StopRequests,
     on_start: Callable[[Path], Callable[[], None]] | None,
 ) -> LaunchOutcome:
     """Carry out the actions of the run's state machine, and return the outcome of the last attempt."""
+    start_time = time.monotonic()
     machine = RunStateMachine()
     actions = deque[Action](machine.handle(_run_requested(request)))
     outcome: LaunchOutcome | None = None
+    end: AttemptEnded | None = None
     num_restarts = 0
     while True:
         if not actions:  # the next attempt is due later
@@ -167,16 +169,17 @@ def _run_attempts(
         if isinstance(action, PrintLine):
             print_line(action.text, sys.stderr)
         elif isinstance(action, StartAttempt):
-            if action.after is not None:
-                request, num_restarts = _restart_request(request, action.after), num_restarts + 1
-            start_step = _start_step(request)
-            outcome = _run_attempt(request, on_start, server=server, stop_requests=stop_requests)
+            if end is not None and end.failure is not None:
+                request, num_restarts = _restart_request(request, end, end.failure), num_restarts + 1
+            outcome = _run_attempt(request, on_start, forkserver=forkserver, stop_requests=stop_requests)
+            end = _attempt_ended(request, outcome)
             if stop_requests.count:
                 actions += machine.handle(StopRequested())
-            actions += machine.handle(_attempt_ended(request, outcome, start_step=start_step))
+            actions += machine.handle(end)
         else:
             assert outcome is not None
-            return replace(outcome, restarts=num_restarts, end_reason=action.reason)
+            seconds = time.monotonic() - start_time
+            return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
 
 
 def _run_requested(request: LaunchRequest) -> RunRequested:
@@ -188,23 +191,23 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
     return RunRequested(can_restart=request.saves_checkpoints, max_restarts=max_restarts)
 
 
-def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome, *, start_step: int) -> AttemptEnded:
-    beats = [read_heartbeat(outcome.attempt_folder / f"pulse-{rank}") for rank in range(request.ranks)]
-    max_restarts = max((beat.max_restarts for beat in beats if beat is not None), default=-1)
+def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnded:
+    """Return the event of an attempt's end. A rank that has restored its state says from which step it started."""
+    pages = [read_heartbeat(outcome.attempt_folder / f"pulse-{rank}") for rank in range(request.ranks)]
+    beats = [beat for beat in pages if beat is not None]
+    max_restarts = max((beat.max_restarts for beat in beats), default=-1)
+    start_step = max((beat.start_step for beat in beats), default=-1)
+    newest_step = _newest_step(request)
     return AttemptEnded(
         exit_code=outcome.exit_code,
         failure=outcome.failure,
-        start_step=start_step,
-        saved_step=_newest_step(request),
+        has_started=start_step >= 0,
+        start_step=start_step if start_step >= 0 else newest_step,
+        reached_step=max([start_step if start_step >= 0 else newest_step, *(beat.step for beat in beats)]),
+        saved_step=newest_step,
         time=time.monotonic(),
         max_restarts=max_restarts if max_restarts >= 0 else None,
     )
-
-
-def _start_step(request: LaunchRequest) -> int:
-    """Return the step from which the next attempt starts; 0 if it starts at the beginning."""
-    requested = Path(str((request.payload or {}).get("resume") or ""))
-    return parse_step(requested) if parse_step(requested) >= 0 else _newest_step(request)
 
 
 def _newest_step(request: LaunchRequest) -> int:
@@ -222,7 +225,7 @@ def _run_attempt(
     request: LaunchRequest,
     on_start: Callable[[Path], Callable[[], None]] | None,
     *,
-    server: ForkserverClient,
+    forkserver: ForkserverClient,
     stop_requests: StopRequests,
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
@@ -247,7 +250,7 @@ def _run_attempt(
         )
     tick = on_start(folder) if on_start else _do_nothing
     supervisor = Supervisor(
-        server=server,
+        forkserver=forkserver,
         request=(folder / _REQUEST).resolve(),
         ranks=request.ranks,
         stop_requests=stop_requests,
@@ -282,18 +285,27 @@ def _silence_timeout(request: LaunchRequest) -> float:
         return DEFAULT_SECONDS
 
 
-def _restart_request(request: LaunchRequest, failure: Failure) -> LaunchRequest:
+def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure) -> LaunchRequest:
     """Return the request for the attempt that follows a failed one.
 
-    It continues from the newest checkpoint, on disk or in memory. If there is none, it starts as the last attempt did.
-    It does not repeat the evaluation before the first step.
+    It continues from the newest checkpoint, on disk or in memory, if there is one and the failed attempt had restored
+    the state that the user asked for. Otherwise it starts as the failed attempt did. If that attempt completed no step,
+    the time and the step of the fault before it count, because the run is still recovering from that fault.
     """
     payload = dict(request.payload or {})
-    if any(map(has_saves, _checkpoint_folders(request))):
+    if end.has_started and end.saved_step:
         payload["resume"] = None
-    options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
-    restart = {"reason": failure.summary, "failed_step": failure.step, "monotonic_ns": failure.monotonic_ns}
-    return replace(request, payload={**payload, "options": options, "restart": restart})
+    if end.reached_step > end.start_step:
+        options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
+        payload["options"] = options
+    restart = PreviousFailure(
+        reason=failure.summary, failed_step=failure.step, monotonic_ns=failure.monotonic_ns or time.monotonic_ns()
+    )
+    earlier = payload.get("restart")
+    if earlier is not None and end.reached_step <= end.start_step:
+        step = max(restart.failed_step, earlier["failed_step"])
+        restart = replace(restart, failed_step=step, monotonic_ns=earlier["monotonic_ns"])
+    return replace(request, payload={**payload, "restart": asdict(restart)})
 
 
 def _environ(request: LaunchRequest) -> dict[str, str]:

@@ -332,7 +332,7 @@ class _SessionBuilder:
             checkpointer=checkpointer,
             memory_tier=open_memory_tier(self.setup, task, checkpointer, start_step=cursor.step),
             event_bus=event_bus,
-            heartbeat=open_heartbeat(self.world.rank, settings),
+            heartbeat=open_heartbeat(self.world.rank, settings, start_step=cursor.step),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
             length=length,

@@ -29,8 +29,13 @@ def started(*, can_restart: bool = True, max_restarts: int = 3) -> RunStateMachi
     return machine
 
 
-def end(failure: Failure | None, *, saved: int = 100, start: int = 0, code: int = 1, time: float = 0.0) -> AttemptEnded:
-    return AttemptEnded(exit_code=code, failure=failure, start_step=start, saved_step=saved, time=time)
+def end(
+    failure: Failure | None, *, saved: int = 100, start: int = 0, reached: int = 117, code: int = 1, time: float = 0.0
+) -> AttemptEnded:
+    return AttemptEnded(
+        exit_code=code, failure=failure, has_started=True, start_step=start, reached_step=reached, saved_step=saved,
+        time=time,
+    )  # fmt: skip
 
 
 def is_over(actions: list[Action]) -> bool:
@@ -108,10 +113,32 @@ def test_an_error_at_another_step_or_with_another_text_is_another_error() -> Non
 
 @pytest.mark.parametrize(("step", "start"), [(0, 0), (1, 0), (101, 100)])
 def test_an_error_before_any_step_is_complete_is_shown_at_once(step: int, start: int) -> None:
-    assert started().handle(end(replace(BUG, step=step), saved=start, start=start)) == [EndRun()]
+    assert started().handle(end(replace(BUG, step=step), saved=start, start=start, reached=start)) == [EndRun()]
 
 
-@pytest.mark.parametrize("kind", ["NonFiniteError", "SaveError"])
+def test_an_error_outside_of_a_step_is_tried_once_more() -> None:
+    """As of a script's own code between two steps, which says no step."""
+    machine, outside = started(), replace(BUG, step=0)
+    assert machine.handle(end(outside)) == [StartAttempt(after=outside)]
+    (last,) = machine.handle(end(outside))
+    assert isinstance(last, EndRun) and "the same error after step 117" in last.reason
+
+
+WORDS_WITH_NUMBERS = {
+    "timeout": ("no answer from rank 2 within 600 s: its process 871 is stopped", "no answer from rank 2: it computes"),
+    "DataError": ("a data worker died: worker (pid 4711) is killed", "a data worker died: worker (pid 4800) is killed"),
+}
+
+
+@pytest.mark.parametrize("kind", WORDS_WITH_NUMBERS)
+def test_process_ids_and_times_make_no_other_error(kind: str) -> None:
+    first, second = (replace(BUG, kind=kind, message=message) for message in WORDS_WITH_NUMBERS[kind])
+    machine = started()
+    assert machine.handle(end(first)) == [StartAttempt(after=first)]
+    assert is_over(machine.handle(end(second)))
+
+
+@pytest.mark.parametrize("kind", ["NonFiniteError", "SaveError", "MissedFaultError"])
 def test_errors_that_a_restart_repeats_are_shown_at_once(kind: str) -> None:
     assert started().handle(end(replace(BUG, kind=kind))) == [EndRun()]
 
@@ -134,7 +161,7 @@ def test_memory_that_ran_out_is_tried_again_only_after_progress() -> None:
     replace(KILL, kind="PeerError", message="the connection was lost", step=0),
 ])  # fmt: skip
 def test_a_cause_outside_the_job_is_tried_again_even_before_the_first_step(failure: Failure) -> None:
-    assert started().handle(end(failure)) == [StartAttempt(after=failure)]
+    assert started().handle(end(failure, reached=0)) == [StartAttempt(after=failure)]
 
 
 def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_one() -> None:
@@ -152,7 +179,7 @@ def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_on
 
 @pytest.mark.parametrize(("failure", "text"), [
     (KILL, "rank 2 killed by SIGKILL at step 118"),
-    (replace(KILL, step=0), "rank 2 killed by SIGKILL before its first step"),
+    (replace(KILL, step=0), "rank 2 killed by SIGKILL"),
     (replace(KILL, said={"error": "OutOfMemory"}), "rank 2 killed by SIGKILL (out of memory) at step 118"),
     (BUG, "rank 1 failed at step 118: ValueError: bad sample"),
     (replace(BUG, kind="timeout", message="no answer from rank 1: it is stopped"),

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.launch.agent.shared_status import (
     write_failure_text,
     write_stop,
 )
+from paceline.launch.agent.signals import STOP_SIGNALS
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import Failure
@@ -41,12 +43,21 @@ def end(pid, rank):
 """
 
 
+@pytest.fixture(autouse=True)
+def same_handlers() -> Iterator[None]:
+    """A request to stop leaves some signals ignored in this process, and what later tests start would ignore them."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
-    server = ForkserverClient(environ=os.environ, command=[sys.executable, "-c", FORKSERVER + text])
+    forkserver = ForkserverClient(environ=os.environ, command=[sys.executable, "-c", FORKSERVER + text])
     stop_requests = StopRequests()
     agent = Supervisor(
-        server=server,
+        forkserver=forkserver,
         request=folder / "request.json",
         ranks=ranks,
         stop_requests=stop_requests,
@@ -56,7 +67,7 @@ def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> t
         with stop_requests.listening():
             return agent.run(lambda: None)
     finally:
-        server.close()
+        forkserver.close()
 
 
 @pytest.mark.parametrize("status", [0, 75])

@@ -161,8 +161,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     if common.run_dir is not None:
         problems += refuse_invalid_run_dir(common.run_dir)
     if layout is not None:
-        processes = layout.processes(ranks=ranks)
-        problems += refuse_idle_faults(faults, ranks=processes, steps=settings.train.steps if settings else None)
+        processes, steps = layout.processes(ranks=ranks), settings.train.steps if settings else None
+        problems += refuse_idle_faults(faults, ranks=processes, steps=steps, servers=update.servers)
         problems += _layout_problems(verb, layout, update, ranks, settings, requested)
         problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)
@@ -217,7 +217,7 @@ def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     run, resume_from = choose_run(name, run=task.run, resume=resume)
     if run is None:
         jobs = current_scheduler_jobs(os.environ) if task.verb == "train" else ()
-        return replace(task, run=str(find_or_create_run(name, jobs).path))
+        return replace(task, run=str(find_or_create_run(name, jobs, request=task.request).path))
     create_run_folder(run.path)
     return replace(task, run=str(run.path), resume=resume_from)
 

@@ -40,8 +40,11 @@ def kill_group_members() -> None:
 
     These are processes that the job of an ended attempt started and that outlived its ranks, such as data workers. The
     next attempt must not share files or sockets with them. If they are not gone after 30 s, because the kernel does not
-    let one of them end, the next attempt starts anyway. Without /proc (macOS), nothing is killed.
+    let one of them end, the next attempt starts anyway. Nothing is killed if this process does not lead its group, or
+    without /proc (macOS).
     """
+    if os.getpgrp() != os.getpid():
+        return
     deadline = time.monotonic() + _GROUP_END_SECONDS
     while pids := _other_group_members():
         for pid in pids:

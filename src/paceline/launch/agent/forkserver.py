@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
         if not path:
             break
         request = json.loads(Path(path).read_text(encoding="utf-8"))
+        stop_flag.signal = None  # a signal to the ended attempt is no request to stop the next one
         _redirect_errors(Path(request["folder"]) / FORKSERVER_LOG)
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,13 @@ FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 MEMORY_FOLDER = "PACELINE_MEMORY_FOLDER"
 FORKSERVER_LOG = "forkserver.log"
 _EXIT_SECONDS = 30.0
+_POLL_SECONDS = 0.005
 
 
 class ForkserverClient:
-    """The fork server of one run. It serves all attempts of the run, and is started again only if it has ended.
+    """The connection to the fork server of one run, which serves all its attempts.
+
+    The server is started with the first attempt, and again if it has ended.
 
     `status_fd` is the buffer that the supervisor shares with the ranks of the current attempt.
     """
@@ -38,7 +42,7 @@ class ForkserverClient:
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
         self.status_fd = -1
-        self.status = 0
+        self.exit_status = 0
         """The exit status of the server that ended last."""
 
     @property
@@ -56,7 +60,7 @@ class ForkserverClient:
         """Ask the server to run the attempt of `request`, a file in the folder of the attempt."""
         if self._process is not None and self._process.poll() is None:
             clear_status_buffer(self.status_fd)
-            with suppress(BrokenPipeError):  # the server has just been killed: its output ends, which ends the attempt
+            with suppress(BrokenPipeError):  # it has just ended, and is started again below
                 self._send_request(self._process, request)
                 return
         self.close()
@@ -88,35 +92,52 @@ class ForkserverClient:
         process.stdin.write(f"{request}\n".encode())
         process.stdin.flush()
 
-    def kill(self, *, wait_seconds: float = 0.0) -> None:
+    def kill(self, *, wait_seconds: float = 0.0, group_seconds: float = 0.0) -> None:
         """Kill all processes in the group of the server: its ranks, and what they started.
 
-        A server that ends by itself within `wait_seconds` keeps its own exit status.
+        A server that ends by itself within `wait_seconds` keeps its own exit status. Return when no process of the
+        group is left, or after `group_seconds`.
         """
-        if self._process is None:
+        if self._process is None or self._process.returncode is not None:
             return
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=wait_seconds)
+        _wait_without_reaping(self._process.pid, seconds=wait_seconds)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self.status = self._process.wait()
+        self.exit_status = self._process.wait()
+        _wait_for_group(self._process.pid, seconds=group_seconds)
 
     def close(self) -> None:
         """End the server after its last attempt, and free the shared buffer."""
-        process, self._process = self._process, None
+        process = self._process
         if process is not None:
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):
+            with suppress(OSError):  # an empty line, because a fork of this program may hold the pipe open
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            with suppress(OSError):
                 process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_EXIT_SECONDS)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            self.status = process.wait()
+            self.kill(wait_seconds=_EXIT_SECONDS)
             process.stdout.close()
+        self._process = None
         if self.status_fd >= 0:
             os.close(self.status_fd)
             self.status_fd = -1
+
+
+def _wait_without_reaping(pid: int, *, seconds: float) -> None:
+    """Wait until a child has ended, but leave its status, so that its process id and group id are not reused."""
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _wait_for_group(group: int, *, seconds: float) -> None:
+    """Wait until no process of a group is left."""
+    deadline = time.monotonic() + seconds
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(_POLL_SECONDS)
 
 
 def _forkserver_command() -> list[str]:

@@ -4,17 +4,21 @@
 can call it with any sequence of events. `launcher.start` carries out the actions.
 """
 
+import re
 from dataclasses import dataclass
 
+from paceline.config.settings import Survive
 from paceline.console.formatting import plural
 from paceline.errors import ExitCode, NonFiniteError, SaveError
-from paceline.launch.failures.failure_record import FORKSERVER_RANK, Failure
+from paceline.faults import MissedFaultError
+from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.launch.failures.stuck_rank import TIMEOUT
 
-DEFAULT_RESTARTS = 3
-_FINAL_KINDS = (NonFiniteError.__name__, SaveError.__name__)  # errors that are the same after a restart
+DEFAULT_RESTARTS = Survive().restarts
+_FINAL_KINDS = (NonFiniteError.__name__, SaveError.__name__, MissedFaultError.__name__)
+"""Errors that a restart can't repair."""
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_NUMBER = re.compile(r"\d+")
 _IMMEDIATE_RESTARTS = 2
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS, _MAX_DOUBLINGS = 1.0, 30.0, 8
 
@@ -31,14 +35,18 @@ class RunRequested:
 class AttemptEnded:
     """Event: no process of the attempt is left.
 
-    `start_step` is the step of the checkpoint from which the attempt started, and `saved_step` the step of the newest
-    checkpoint at its end; both are 0 if there is none. `max_restarts` is the setting `survive.restarts` that the ranks
-    read, which the job may have set; None if no rank got that far.
+    `saved_step` is the step of the newest checkpoint now; 0 if there is none. `max_restarts` is the setting
+    `survive.restarts` that the ranks read, which the job may have set; None if no rank got that far.
     """
 
     exit_code: int
     failure: Failure | None
+    has_started: bool
+    """Whether a rank restored the state from which the attempt was to start."""
     start_step: int
+    """The step of the checkpoint from which the attempt started; 0 if it started at the beginning."""
+    reached_step: int
+    """The last step that a rank completed; `start_step` if there was none."""
     saved_step: int
     time: float
     max_restarts: int | None = None
@@ -89,7 +97,7 @@ class RunStateMachine:
         self._max_restarts = DEFAULT_RESTARTS
         self._num_restarts = 0  # since the last new checkpoint
         self._saved_step = 0  # of the newest checkpoint when the last attempt ended
-        self._previous_failure: Failure | None = None
+        self._previous_end: AttemptEnded | None = None  # of the last attempt that was followed by another
         self._pending_failure: Failure | None = None  # the failure of the attempt that waits for its restart
         self._restart_time = 0.0
         self._is_stop_requested = False
@@ -119,7 +127,7 @@ class RunStateMachine:
         if reason is not None:
             return [EndRun(reason=reason)]
         self._num_restarts += 1
-        self._previous_failure = self._pending_failure = failure
+        self._previous_end, self._pending_failure = event, failure
         delay = self._delay_seconds()
         self._restart_time = event.time + delay
         if delay:
@@ -132,11 +140,12 @@ class RunStateMachine:
             return ""
         if failure.is_short_of_memory and event.saved_step <= event.start_step:
             return ""
-        if not has_external_cause(failure) and failure.step <= event.start_step + 1:
+        if not has_external_cause(failure) and event.reached_step <= event.start_step:
             return ""  # no step completed: the job itself has an error
-        is_own_error = not has_external_cause(failure) or _is_crash(failure)
-        if is_own_error and is_same_failure(failure, self._previous_failure):
-            return f"Not restarted again: the same error at step {failure.step} ended the attempt before."
+        is_repeatable = not has_external_cause(failure) or _is_crash(failure) or failure.kind == TIMEOUT
+        if is_repeatable and is_same_end(event, self._previous_end):
+            place = f"at step {failure.step}" if failure.step else f"after step {event.reached_step}"
+            return f"Not restarted again: the same error {place} ended the attempt before."
         if self._num_restarts >= self._max_restarts:
             return (
                 f"Not restarted again: {plural(self._num_restarts, 'restart')} without a new checkpoint "
@@ -178,10 +187,17 @@ def _is_crash(failure: Failure) -> bool:
     return failure.kind == "signal" and failure.message.startswith(_CRASH_SIGNALS)
 
 
-def is_same_failure(failure: Failure, other: Failure | None) -> bool:
-    """Return whether both failures are the same exception at the same step, on any rank."""
-    return other is not None and (failure.kind, failure.message, failure.step) == (
-        other.kind,
-        other.message,
-        other.step,
-    )
+def is_same_end(event: AttemptEnded, previous: AttemptEnded | None) -> bool:
+    """Return whether two attempts ended with the same error at the same step.
+
+    The rank may differ. Messages are compared without their numbers, because they may contain process ids and times.
+    """
+    return previous is not None and _signature(event) == _signature(previous)
+
+
+def _signature(event: AttemptEnded) -> tuple[str, str, int] | None:
+    failure = event.failure
+    if failure is None:
+        return None
+    message = "" if failure.kind == TIMEOUT else _NUMBER.sub("", failure.message)
+    return failure.kind, message, failure.step or event.reached_step

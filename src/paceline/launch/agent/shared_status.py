@@ -21,7 +21,7 @@ _SLOT_BYTES = 1 << 15
 _END_BYTES, _STOP_BYTES = 15, 1
 _TEXT_BYTES = _SLOT_BYTES - _END_BYTES - _STOP_BYTES
 STACKS_OFFSET = 1 << 32  # where the stack dumps begin: behind the slots of 2^17 ranks
-_LAYOUT = struct.Struct("<qqqd16sdq")
+_LAYOUT = struct.Struct("<qqqd16sdqq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +40,35 @@ class Heartbeat:
     """Seconds without a new beat after which the supervisor reports this rank as silent; 0 if the rank sets none."""
     max_restarts: int = -1
     """The setting `survive.restarts` of the job; -1 if the rank sets none."""
+    start_step: int = -1
+    """The step from which this attempt started; -1 if the rank does not say."""
 
 
 class HeartbeatWriter:
     """The writer of one rank's heartbeat page."""
 
-    def __init__(self, path: Path, *, silence_timeout: float = 0.0, max_restarts: int = -1) -> None:
-        self._settings = (silence_timeout, max_restarts)
-        path.write_bytes(bytes(_LAYOUT.size))
+    def __init__(
+        self, path: Path, *, silence_timeout: float = 0.0, max_restarts: int = -1, start_step: int = -1
+    ) -> None:
+        self._constants = (silence_timeout, max_restarts, start_step)
+        path.write_bytes(_LAYOUT.pack(0, 0, 0, 0.0, b"", *self._constants))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def write(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
         """Write this rank's last finished step, its loss and phase, and the time to the page."""
-        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], *self._settings)
+        self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], *self._constants)
 
     def close(self) -> None:
         """Unmap the page."""
         self._page.close()
 
 
-def open_heartbeat(rank: int, settings: Settings) -> HeartbeatWriter | None:
-    """Return the writer of this rank's page, or None if Paceline's launcher did not start this process."""
+def open_heartbeat(rank: int, settings: Settings, *, start_step: int = -1) -> HeartbeatWriter | None:
+    """Return the writer of this rank's page, or None if Paceline's launcher did not start this process.
+
+    `start_step` is the step from which this attempt starts.
+    """
     folder = attempt_folder(os.environ)
     if folder is None:
         return None
@@ -69,6 +76,7 @@ def open_heartbeat(rank: int, settings: Settings) -> HeartbeatWriter | None:
         folder / f"pulse-{rank}",
         silence_timeout=settings.train.timeout_seconds,
         max_restarts=settings.survive.restarts,
+        start_step=start_step,
     )
 
 
@@ -80,7 +88,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return None
     if len(data) != _LAYOUT.size:
         return None
-    monotonic_ns, step, total, loss, phase, silence_timeout, max_restarts = _LAYOUT.unpack(data)
+    monotonic_ns, step, total, loss, phase, silence_timeout, max_restarts, start_step = _LAYOUT.unpack(data)
     return Heartbeat(
         monotonic_ns=monotonic_ns,
         step=step,
@@ -89,6 +97,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         phase=phase.rstrip(b"\0").decode(errors="replace"),
         silence_timeout=silence_timeout,
         max_restarts=max_restarts,
+        start_step=start_step,
     )
 
 

@@ -40,7 +40,7 @@ from paceline.launch.failures.stuck_rank import (
 _POLL_SECONDS = 0.05
 _RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
 _TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
-_KILL_WAIT_SECONDS = 2.0
+_KILL_WAIT_SECONDS, _END_WAIT_SECONDS = 2.0, 30.0
 _WAKE_INTERVAL_SECONDS = 2.0
 _FORKSERVER_EXIT_SECONDS = 30.0  # from the end of its output to its exit
 _STOP_MESSAGE_SECONDS = (5.0, 30.0)  # from the first message to the second; between later messages
@@ -70,14 +70,14 @@ class Supervisor:
     def __init__(
         self,
         *,
-        server: ForkserverClient,
+        forkserver: ForkserverClient,
         request: Path,
         ranks: int,
         stop_requests: StopRequests,
         saves_checkpoints: bool = True,
         silence_timeout: float = DEFAULT_SECONDS,
     ) -> None:
-        self._server = server
+        self._forkserver = forkserver
         self._request = request
         self._attempt = AttemptState(folder=request.parent, ranks=ranks)
         self._stop_requests = stop_requests
@@ -92,18 +92,22 @@ class Supervisor:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        self._server.start_attempt(self._request)
+        self._forkserver.start_attempt(self._request)
         if self._saves_checkpoints:
             folder, seconds = self._attempt.folder, self._silence_timeout
-            self._watcher = SilenceWatcher(folder, status_fd=self._server.status_fd, seconds=seconds)
+            self._watcher = SilenceWatcher(folder, status_fd=self._forkserver.status_fd, seconds=seconds)
         self._stop_requests.on_request = self._on_stop_request
         if self._num_stop_requests > int(self._saves_checkpoints):  # they came before `on_request` was set
             self._kill()
         try:
             if not self._read_events(on_tick):
-                self._server.kill(wait_seconds=0.0 if self._is_kill_overdue() else _FORKSERVER_EXIT_SECONDS)
+                is_urgent = self._num_stop_requests > int(self._saves_checkpoints)
+                self._forkserver.kill(
+                    wait_seconds=0.0 if self._is_kill_overdue() else _FORKSERVER_EXIT_SECONDS,
+                    group_seconds=0.0 if is_urgent else _END_WAIT_SECONDS,
+                )
         except BaseException:
-            self._server.kill()
+            self._forkserver.kill()
             raise
         finally:
             self._stop_requests.on_request = None
@@ -111,7 +115,7 @@ class Supervisor:
 
     @property
     def _status_fd(self) -> int:
-        return self._server.status_fd
+        return self._forkserver.status_fd
 
     @property
     def _num_stop_requests(self) -> int:
@@ -119,7 +123,7 @@ class Supervisor:
 
     def _read_events(self, on_tick: Callable[[], None]) -> bool:
         """Handle events until the attempt has ended. Return False if the fork server has ended too, or is stuck."""
-        read_fd = self._server.output_fd
+        read_fd = self._forkserver.output_fd
         os.set_blocking(read_fd, False)
         partial_line = b""
         with selectors.DefaultSelector() as selector:
@@ -218,12 +222,12 @@ class Supervisor:
     def _wake_forkserver(self) -> None:
         """Resume a stopped fork server once all ranks have ended, because only this server reports their exits."""
         now, pids = time.monotonic(), self._attempt.pids.values()
-        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._server.pid) != "T":
+        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._forkserver.pid) != "T":
             return
         self._forkserver_check_time = now
-        if pids and all(process_state(pid) in ("Z", "") for pid in pids):
+        if all(process_state(pid) in ("Z", "") for pid in pids):  # or none has been started yet
             with suppress(ProcessLookupError):
-                os.kill(self._server.pid, signal.SIGCONT)
+                os.kill(self._forkserver.pid, signal.SIGCONT)
 
     def _on_stop_request(self, number: int) -> None:
         if self._num_stop_requests == 1 and (self._saves_checkpoints or number == signal.SIGUSR1):
@@ -251,7 +255,7 @@ class Supervisor:
             print_line(self._waiting_message(seconds=now - self._stop_time), sys.stderr)
 
     def _waiting_message(self, *, seconds: float) -> str:
-        pid = self._server.pid
+        pid = self._forkserver.pid
         if process_state(pid) in ("T", "t"):
             return (
                 f"the process {pid} that starts the ranks is stopped: kill -CONT {pid} lets it continue; "
@@ -266,9 +270,12 @@ class Supervisor:
         self._send(signal.SIGKILL)
 
     def _is_kill_overdue(self) -> bool:
-        """Return whether the ranks were killed over 2 s ago; a fork server that is stuck does not report their exit."""
-        killed = self._attempt.kill_time
-        return killed is not None and time.monotonic() - killed > _KILL_WAIT_SECONDS
+        """Return whether the ranks should have ended long ago; a fork server that is stuck does not report their exit.
+
+        A user who asked twice to stop waits only 2 s. Otherwise, the next attempt needs their memory and files.
+        """
+        killed, limit = self._attempt.kill_time, _KILL_WAIT_SECONDS if self._num_stop_requests else _END_WAIT_SECONDS
+        return killed is not None and time.monotonic() - killed > limit
 
     def _send(self, number: int, *, only_pid: int | None = None) -> None:
         for pid in [only_pid] if only_pid is not None else list(self._attempt.pids.values()):
@@ -295,11 +302,9 @@ class Supervisor:
         if first is None and self._num_stop_requests > int(self._saves_checkpoints):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            step, log_tail = (
-                max(map(self._current_step, range(attempt.ranks))),
-                _tail(attempt.folder / FORKSERVER_LOG),
-            )
-            return 1, forkserver_failure(self._server.status, pid=self._server.pid, step=step, log_tail=log_tail)
+            step, forkserver = max(map(self._current_step, range(attempt.ranks))), self._forkserver
+            log_tail = _tail(attempt.folder / FORKSERVER_LOG)
+            return 1, forkserver_failure(forkserver.exit_status, pid=forkserver.pid, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first
 
 

@@ -49,7 +49,8 @@ FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _MAX_MESSAGE_CHARACTERS = 400
 _MAX_SUMMARY_CHARACTERS = 160
-_KINDS_IN_WORDS = ("exit", "timeout", "apart")  # kinds whose message is a sentence and no exception's text
+TIMEOUT, DIVERGED = "timeout", "apart"  # fixed values of `error` in --json
+_KINDS_IN_WORDS = ("exit", TIMEOUT, DIVERGED)  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
 
 
@@ -86,7 +87,7 @@ class Failure:
     @property
     def summary(self) -> str:
         """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"."""
-        place = f" at step {self.step}" if self.step else " before its first step"
+        place = f" at step {self.step}" if self.step else ""
         if self.rank == FORKSERVER_RANK:
             return f"the process that starts the ranks ended{place}"
         if self.kind == "signal":

@@ -11,11 +11,10 @@ from typing_extensions import override
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, RunError
 from paceline.launch.agent.shared_status import read_heartbeat
-from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.failure_record import DIVERGED, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.stack_dumps import Stack, forked_children, process_state, request_stack
 
-TIMEOUT, DIVERGED = "timeout", "apart"  # fixed values of `error` in --json
 _MAX_STACK_REQUESTS = 16
 _STATE_DESCRIPTIONS = {
     "T": "is stopped (state T)",

@@ -1,5 +1,6 @@
 """Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its state."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
-from paceline.events import CheckpointRefused, Event, restarted_event
+from paceline.events import CheckpointRefused, Event, Restarted
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.checkpointer import build_rule_state, build_train_state
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -83,11 +84,20 @@ def find_checkpoint(
 
 def restart_events(task: Task, loaded: OpenCheckpoint | None, *, resumed_step: int) -> list[Event]:
     """Return the event of this run's restart by itself, or no event if a command started this attempt."""
-    if task.restart is None:
+    previous = task.restart
+    if previous is None:
         return []
     is_in_memory = loaded is not None and bool(task.memory_folder) and loaded.belongs_to(Path(task.memory_folder))
-    source = "memory" if is_in_memory else "disk"
-    return [restarted_event(task.restart, attempt=task.attempt, resumed_step=resumed_step, source=source)]
+    event = Restarted(
+        attempt=task.attempt,
+        reason=previous.reason,
+        failed_step=previous.failed_step,
+        resumed_step=resumed_step,
+        repeated_steps=max(0, previous.failed_step - resumed_step),
+        seconds=(time.monotonic_ns() - previous.monotonic_ns) / 1e9,
+        source="memory" if is_in_memory else "disk",
+    )
+    return [event]
 
 
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:

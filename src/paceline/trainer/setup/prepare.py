@@ -162,7 +162,7 @@ def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
         return task
     name = task.short_job
     run, start = choose_run(name, run=task.run, resume=task.resume)
-    run = run or find_or_create_run(name, current_scheduler_jobs(os.environ))
+    run = run or find_or_create_run(name, current_scheduler_jobs(os.environ), request=task.request)
     run.path.mkdir(parents=True, exist_ok=True)
     return replace(task, run=str(run.path), resume=start)
 
