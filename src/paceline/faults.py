@@ -4,7 +4,8 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -12,11 +13,13 @@ from typing_extensions import override
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, RunError, UsageError
 
-PROCESS_KINDS = ("kill", "raise", "exit", "hang", "stop", "slow", "disk_full")
+PROCESS_KINDS = ("kill", "raise", "exit", "hang", "stop", "slow")
 """Kinds that happen to the process of the rank, at any point."""
+DISK_FULL = "disk_full"
+"""The kind that makes each write of a rank fail during a save."""
 TRAINING_KINDS = ("nan", "spike", "corrupt")
 """Kinds that change the numbers of a step; `inject_training_fault` injects them."""
-KINDS = (*PROCESS_KINDS, *TRAINING_KINDS)
+KINDS = (*PROCESS_KINDS, DISK_FULL, *TRAINING_KINDS)
 POINTS = ("step", "save", "eval")
 _HANG_SECONDS = 3600.0
 _SLOW_SECONDS = 1.0
@@ -61,7 +64,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def _default_point(kind: str) -> str:
-    return "save" if kind == "disk_full" else "step"
+    return "save" if kind == DISK_FULL else "step"
 
 
 def _parse(parts: Sequence[str]) -> Fault:
@@ -74,12 +77,12 @@ def _parse(parts: Sequence[str]) -> Fault:
     seconds = _parse_seconds(pairs.pop("seconds", str(_SLOW_SECONDS))) if kind == "slow" else _SLOW_SECONDS
     numbers["attempt"] = numbers["attempt"] or "1"
     are_numbers = all(number.isdecimal() and number.isascii() for number in numbers.values()) and seconds is not None
-    points = ("step",) if kind in TRAINING_KINDS else POINTS
+    points = POINTS if kind in PROCESS_KINDS else (_default_point(kind),)
     if kind not in KINDS or point not in points or pairs or has_duplicates or not are_numbers or seconds is None:
         raise UsageError(
             f"the fault {text!r} is not understood.",
             cause=f"kinds: {', '.join(KINDS)}; points: {', '.join(POINTS)}, but {', '.join(TRAINING_KINDS)} happen "
-            "only at point=step",
+            f"only in a step, and {DISK_FULL} only in a save",
             hint='--faults "kill rank=1 step=50"',
         )
     rank, step, attempt = (int(numbers[name]) for name in ("rank", "step", "attempt"))
@@ -155,6 +158,23 @@ class Faults:
             _inject_into_process(fault)
         return fault
 
+    @contextmanager
+    def full_disk(self, *, step: int) -> Iterator[None]:
+        """Return a context in which each write of this process fails, if a full disk is due in the save of `step`."""
+        fault = self._by_point_and_step.get(("save", step))
+        if fault is None or fault.kind != DISK_FULL:
+            yield
+            return
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            yield
+        except (OSError, PacelineError):
+            self.mark_injected(fault)  # a rank that writes nothing notices nothing
+            raise
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
     def mark_injected(self, fault: Fault) -> None:
         """Record that this fault has happened."""
         self._injected.add(fault)
@@ -177,8 +197,6 @@ def _inject_into_process(fault: Fault) -> None:
         time.sleep(_HANG_SECONDS)
     elif fault.kind == "slow":
         time.sleep(fault.seconds)
-    elif fault.kind == "disk_full":  # from now on, each write of this process fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif fault.kind == "raise":
         raise RuntimeError(f"injected fault: raise at {fault.point} of step {fault.step}")
 
@@ -191,6 +209,7 @@ def missed_faults_error(missed: Sequence[str]) -> MissedFaultError:
     """Return the error at the end of a run in which faults did not happen."""
     return MissedFaultError(
         f"{plural(len(missed), 'fault')} of --faults did not happen: {'; '.join(missed)}.",
-        cause="no save or evaluation at that step, a rank that computes no loss, or an attempt that was not needed",
+        cause="no save or evaluation at that step, a rank that computes no loss or saves nothing, or an attempt that "
+        "was not needed",
         hint="the training itself is complete and saved; give the fault another step, rank, point or attempt",
     )

@@ -318,3 +318,30 @@ def test_checkpoints_in_memory_outlive_the_fork_server_and_not_the_command(shop:
     while time.monotonic() < until and folders_in_memory() != before:
         time.sleep(0.05)
     assert folders_in_memory() == before
+
+
+@pytest.mark.cold
+def test_a_stopped_fork_server_is_woken(shop: Shop) -> None:
+    """Stopped before it has started a rank, or between two attempts: nothing else would ever end that."""
+    process = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "12")
+    until = time.monotonic() + 20
+    while not children(process.pid) and time.monotonic() < until:
+        time.sleep(0.005)
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGSTOP)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+
+
+def test_no_space_for_the_next_attempt_ends_the_run_and_names_the_fault(shop: Shop) -> None:
+    """The folder of the logs becomes a file, as a full disk would refuse another folder."""
+    code = "import os, pathlib, shutil\nRANK, STEP = int(os.environ.get('RANK', 0)), [0]\n" + SMALL_JOB.replace(
+        "    def forward(self, x):\n",
+        "    def forward(self, x):\n        STEP[0] += self.training\n"
+        "        if RANK == 1 and STEP[0] == 6:\n"
+        "            pathlib.Path('cut/logs').rename('cut/gone'); pathlib.Path('cut/logs').touch(); os.kill(os.getpid(), 9)\n",
+    )
+    shop.write("job.py", code)
+    ended = shop.train("cut", "--checkpoint.every", "2")
+    assert ended.code == 1 and ended.err.startswith("FAILED"), ended.text
+    assert "SIGKILL" in ended.err and "Not restarted: " in ended.err and "Resume: " in ended.err, ended.err

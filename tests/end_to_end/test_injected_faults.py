@@ -36,6 +36,7 @@ def test_a_corrupt_weight_is_found_and_its_rank_named(shop: Shop) -> None:
 def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints_before(shop: Shop) -> None:
     ended = shop.train("run", *WORDS, "--faults", "disk_full rank=0 step=8")
     assert ended.code == 3, ended.text
+    assert "SaveError" in ended.err.splitlines()[0] and "step 8" in ended.err, ended.err
     assert (shop.path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000004"
     assert shop.train("run", *WORDS).code == 0
 
@@ -52,6 +53,7 @@ def test_a_slow_rank_only_takes_longer(shop: Shop) -> None:
 @pytest.mark.parametrize("fault", [
     "kill rank=1 step=5 point=eval",  # no evaluation at step 5
     "kill rank=1 step=5 attempt=2",  # nothing makes a second attempt necessary
+    "disk_full rank=1 step=8",  # under ddp, rank 0 writes
 ])  # fmt: skip
 def test_a_fault_that_did_not_happen_is_an_error_at_the_end(shop: Shop, fault: str) -> None:
     assert shop.train("whole", *WORDS).code == 0

@@ -69,6 +69,7 @@ def test_a_second_fault_before_any_step_belongs_to_the_first(tmp_path: Path) -> 
     during = Failure(rank=1, kind="signal", message="SIGKILL (from outside)", monotonic_ns=9_000)
     found = restarted(tmp_path, started_from=110, reached=110, failure=during, restart=first)["restart"]
     assert (found["failed_step"], found["monotonic_ns"]) == (118, 1_000)
+    assert found["reason"] == "rank 0 killed; then rank 1 killed by SIGKILL"
     found = restarted(tmp_path, started_from=110, reached=120, failure=KILL, restart=first)["restart"]
     assert (found["failed_step"], found["monotonic_ns"]) == (118, 5_000)
 

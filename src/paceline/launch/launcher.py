@@ -24,6 +24,7 @@ from paceline.launch.agent.run_state_machine import (
     DEFAULT_RESTARTS,
     Action,
     AttemptEnded,
+    EndRun,
     PrintLine,
     RunRequested,
     RunStateMachine,
@@ -171,7 +172,13 @@ def _run_attempts(
         elif isinstance(action, StartAttempt):
             if end is not None and end.failure is not None:
                 request, num_restarts = _restart_request(request, end, end.failure), num_restarts + 1
-            outcome = _run_attempt(request, on_start, forkserver=forkserver, stop_requests=stop_requests)
+            try:
+                outcome = _run_attempt(request, on_start, forkserver=forkserver, stop_requests=stop_requests)
+            except UsageError as error:  # the folder of the next attempt can't be written
+                if outcome is None:
+                    raise
+                actions.append(EndRun(reason=f"Not restarted: {error.what}"))
+                continue
             end = _attempt_ended(request, outcome)
             if stop_requests.count:
                 actions += machine.handle(StopRequested())
@@ -303,8 +310,9 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
     )
     earlier = payload.get("restart")
     if earlier is not None and end.reached_step <= end.start_step:
-        step = max(restart.failed_step, earlier["failed_step"])
-        restart = replace(restart, failed_step=step, monotonic_ns=earlier["monotonic_ns"])
+        first_reason, step = earlier["reason"].partition("; then ")[0], max(restart.failed_step, earlier["failed_step"])
+        reason = f"{first_reason}; then {restart.reason}"
+        restart = replace(restart, reason=reason, failed_step=step, monotonic_ns=earlier["monotonic_ns"])
     return replace(request, payload={**payload, "restart": asdict(restart)})
 
 

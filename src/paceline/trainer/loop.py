@@ -286,9 +286,11 @@ class Loop:
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         self._report_staleness()
         self._faults.fire("save", step=self.cursor.step)
-        for event in self._checkpointer.save(
-            cursor=self.cursor, loader=self.loader, progress=self.progress.as_json(), is_best=is_best
-        ):
+        with self._faults.full_disk(step=self.cursor.step):
+            events = self._checkpointer.save(
+                cursor=self.cursor, loader=self.loader, progress=self.progress.as_json(), is_best=is_best
+            )
+        for event in events:
             self.event_bus.emit(event)
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 

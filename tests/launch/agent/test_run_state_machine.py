@@ -159,6 +159,7 @@ def test_memory_that_ran_out_is_tried_again_only_after_progress() -> None:
     replace(KILL, rank=FORKSERVER_RANK, kind="exit", step=0),
     replace(KILL, kind="timeout", message="no answer from rank 2"),
     replace(KILL, kind="PeerError", message="the connection was lost", step=0),
+    replace(BUG, kind="DataError", message="a data worker died: worker (pid 7) is killed by signal: Killed.", step=0),
 ])  # fmt: skip
 def test_a_cause_outside_the_job_is_tried_again_even_before_the_first_step(failure: Failure) -> None:
     assert started().handle(end(failure, reached=0)) == [StartAttempt(after=failure)]
@@ -167,14 +168,14 @@ def test_a_cause_outside_the_job_is_tried_again_even_before_the_first_step(failu
 def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_one() -> None:
     machine = started()
     assert machine.handle(StopRequested()) == []
-    assert machine.handle(end(KILL)) == [EndRun()]
+    assert machine.handle(end(KILL)) == [EndRun(reason="Not restarted: a stop was requested.")]
     machine = started()
     for _ in range(2):
         assert machine.handle(end(KILL)) == [StartAttempt(after=KILL)]
     (wait,) = machine.handle(end(KILL))
     assert isinstance(wait, PrintLine) and "restarting in 1 s (restart 3 of 3" in wait.text
     assert machine.handle(TimePassed(time=0.9)) == []
-    assert machine.handle(StopRequested()) == [EndRun()]
+    assert machine.handle(StopRequested()) == [EndRun(reason="Not restarted: a stop was requested.")]
 
 
 @pytest.mark.parametrize(("failure", "text"), [

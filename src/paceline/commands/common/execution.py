@@ -300,6 +300,8 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
     json_fields = failure_as_json(launch_outcome, resume_command=resume_command) | (
         {"changes": list(extra_lines)} if extra_lines else {}
     )
+    if task.verb == "train":
+        json_fields["restarts"] = launch_outcome.restarts
     return CommandOutcome(
         exit_code=launch_outcome.exit_code, run=Path(task.run), seconds=launch_outcome.seconds, screen=screen,
         json_fields=json_fields,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config.settings import Survive
 from paceline.console.formatting import plural
-from paceline.errors import ExitCode, NonFiniteError, SaveError
+from paceline.errors import DataError, ExitCode, NonFiniteError, SaveError
 from paceline.faults import MissedFaultError
 from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
@@ -18,6 +18,7 @@ DEFAULT_RESTARTS = Survive().restarts
 _FINAL_KINDS = (NonFiniteError.__name__, SaveError.__name__, MissedFaultError.__name__)
 """Errors that a restart can't repair."""
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_STOP_REASON = "Not restarted: a stop was requested."
 _NUMBER = re.compile(r"\d+")
 _IMMEDIATE_RESTARTS = 2
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS, _MAX_DOUBLINGS = 1.0, 30.0, 8
@@ -109,7 +110,7 @@ class RunStateMachine:
             return [StartAttempt()]
         if isinstance(event, StopRequested):
             self._is_stop_requested = True
-            return [EndRun()] if self._pending_failure is not None else []
+            return [EndRun(reason=_STOP_REASON)] if self._pending_failure is not None else []
         if isinstance(event, TimePassed):
             return self._start_pending_attempt(event.time)
         return self._handle_end(event)
@@ -118,8 +119,10 @@ class RunStateMachine:
         failure = event.failure
         if event.max_restarts is not None:
             self._max_restarts = event.max_restarts
-        if failure is None or not self._can_restart or self._is_stop_requested or not self._max_restarts:
+        if failure is None or not self._can_restart or not self._max_restarts:
             return [EndRun()]
+        if self._is_stop_requested:
+            return [EndRun(reason=_STOP_REASON)]
         if event.saved_step > self._saved_step:
             self._num_restarts = 0
         self._saved_step = max(self._saved_step, event.saved_step)
@@ -142,7 +145,8 @@ class RunStateMachine:
             return ""
         if not has_external_cause(failure) and event.reached_step <= event.start_step:
             return ""  # no step completed: the job itself has an error
-        is_repeatable = not has_external_cause(failure) or _is_crash(failure) or failure.kind == TIMEOUT
+        may_repeat = _is_crash(failure) or _is_killed_data_worker(failure) or failure.kind == TIMEOUT
+        is_repeatable = may_repeat or not has_external_cause(failure)
         if is_repeatable and is_same_end(event, self._previous_end):
             place = f"at step {failure.step}" if failure.step else f"after step {event.reached_step}"
             return f"Not restarted again: the same error {place} ended the attempt before."
@@ -179,7 +183,12 @@ class RunStateMachine:
 def has_external_cause(failure: Failure) -> bool:
     """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
     has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
-    return has_external_kind or failure.is_short_of_memory or is_lost_connection(failure)
+    is_external = has_external_kind or _is_killed_data_worker(failure)
+    return is_external or failure.is_short_of_memory or is_lost_connection(failure)
+
+
+def _is_killed_data_worker(failure: Failure) -> bool:
+    return failure.kind == DataError.__name__ and "is killed by signal" in failure.message
 
 
 def _is_crash(failure: Failure) -> bool:

@@ -183,9 +183,9 @@ class Supervisor:
         return recorded or failure_from_status(rank, status=status, step=step, is_oom_kill=is_oom_kill)
 
     def _current_step(self, rank: int) -> int:
-        """Return the step that a rank was executing; 0 before its first heartbeat."""
+        """Return the step that a rank was executing, or was saving; 0 before its first heartbeat."""
         beat = read_heartbeat(self._attempt.folder / f"pulse-{rank}")
-        return beat.step + 1 if beat and beat.monotonic_ns else 0
+        return beat.step + (beat.phase == "step") if beat and beat.monotonic_ns else 0
 
     def _kill_after_failure(self) -> None:
         """Kill the other ranks, which wait for a dead peer, once they have had time to record their own failures."""

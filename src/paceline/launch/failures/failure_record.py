@@ -93,9 +93,10 @@ class Failure:
         if self.kind == "signal":
             memory = " (out of memory)" if self.is_short_of_memory else ""
             return f"rank {self.rank} killed by {self.message.partition(' ')[0]}{memory}{place}"
-        message = shorten_text(next(iter(self.message.splitlines()), ""), lines=1, width=_MAX_SUMMARY_CHARACTERS)
-        kind = "" if self.kind in _KINDS_IN_WORDS else f"{self.kind}: "
-        return f"rank {self.rank} failed{place}: {kind}{message}"
+        line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
+        message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
+        parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
+        return f"rank {self.rank} failed{place}: {': '.join(parts)}"
 
     @property
     def is_short_of_memory(self) -> bool:
