@@ -9,7 +9,7 @@ paceline new digits >/dev/null
 settings="--train.epochs 20 --log.every 2 --eval.every 23 --train.micro_batch_size 16"
 # shellcheck disable=SC2086
 {
-  paceline train digits_cnn.py --run-dir runs/digits --ranks 2 $settings --faults "kill rank=1 step=150" || true
+  paceline train digits_cnn.py --run-dir runs/digits --ranks 2 $settings --survive.restarts 0 --faults "kill rank=1 step=150" || true
   paceline train digits_cnn.py --run-dir runs/digits --ranks 4 $settings
   paceline train digits_cnn.py --run-dir runs/slower --ranks 2 $settings --job.lr 1e-3
   paceline verify digits_cnn.py --run-dir runs/checked --ranks 4 --train.micro_batch_size 16
