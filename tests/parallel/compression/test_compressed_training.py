@@ -20,7 +20,7 @@ from paceline.parallel.module_access import parameters as units
 from paceline.parallel.compression import codecs as grain
 from paceline.parallel.compression import error_feedback_reducer as held
 from paceline.parallel.compression import residual_memory as memory
-from paceline.trainer import checkpointer as saving
+from paceline.trainer.saving import resume_run as saving
 
 
 class Branched(nn.Module):

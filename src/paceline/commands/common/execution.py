@@ -297,11 +297,9 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
             else resume_command,
         )
     screen = final_message(launch_outcome, resume_command=resume_command, extra_lines=extra_lines)
-    json_fields = failure_as_json(launch_outcome, resume_command=resume_command) | (
-        {"changes": list(extra_lines)} if extra_lines else {}
-    )
-    if task.verb == "train":
-        json_fields["restarts"] = launch_outcome.restarts
+    json_fields: dict[str, Any] = {"restarts": launch_outcome.restarts} if task.verb == "train" else {}
+    json_fields |= failure_as_json(launch_outcome, resume_command=resume_command)
+    json_fields |= {"changes": list(extra_lines)} if extra_lines else {}
     return CommandOutcome(
         exit_code=launch_outcome.exit_code, run=Path(task.run), seconds=launch_outcome.seconds, screen=screen,
         json_fields=json_fields,
