@@ -1,9 +1,9 @@
 """The launcher: runs the attempts of a run one after the other, and returns how the last one ended."""
 
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +118,7 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
-    memory_folder = _create_memory_folder() if request.saves_checkpoints else ""
+    memory_folder = _choose_memory_folder() if request.saves_checkpoints else ""
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(
         environ={**_environ(request), MEMORY_FOLDER: memory_folder},
@@ -139,11 +139,14 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
             run_lock.close()
 
 
-def _create_memory_folder() -> str:
-    """Create the folder of this command's checkpoints in memory; return an empty text if there is no such disk."""
-    with suppress(OSError):
-        return tempfile.mkdtemp(prefix="paceline-memory-", dir=_MEMORY_DISK)
-    return ""
+def _choose_memory_folder() -> str:
+    """Return the folder for this command's checkpoints in memory, or an empty text if there is no such disk.
+
+    The first save creates it. Until then, a command that is killed leaves nothing behind.
+    """
+    if not os.access(_MEMORY_DISK, os.W_OK | os.X_OK):
+        return ""
+    return f"{_MEMORY_DISK}/paceline-memory-{secrets.token_hex(8)}"
 
 
 def _run_attempts(

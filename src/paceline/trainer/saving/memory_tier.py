@@ -65,6 +65,9 @@ class MemoryTier:
             self._save_seconds = self._estimated_seconds
             return []
         start_time = time.perf_counter()
+        if self._world.is_main:
+            with suppress(OSError):  # then the write fails on all ranks together
+                self._folder.mkdir(mode=0o700, exist_ok=True)
         try:
             self._checkpointer.write(self._folder, cursor=cursor, loader=loader, progress=progress)
         except CheckpointError as error:
