@@ -17,6 +17,7 @@ QUICK = (
     "floor/test_lazy_verbs.py",
     "floor/test_longer.py",
     "floor/test_names_in_pages.py",
+    "floor/test_package_index.py",
     "floor/test_scheduling.py",
     "floor/test_tests_tree.py",
     "launch/agent/test_process_exit.py",

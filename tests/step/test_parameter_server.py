@@ -21,8 +21,8 @@ from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
-from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.server_threads import ServerThreads
 from paceline.step.parameter_server.state import ServedWeights, ServerState
 from paceline.step.parameter_server.transport import (
     ConnectionAcceptor,
@@ -289,7 +289,8 @@ def test_where_all_workers_die_the_run_ends_and_says_so(shop: Shop) -> None:
 
 
 def test_an_error_in_a_worker_ends_the_run_and_is_named(shop: Shop) -> None:
-    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"RAISES": "2"})
+    words = ("--update", "ps,staleness=2", "--survive.restarts", "0")
+    ended = count(shop, *words, ranks=3, epochs=30, environ={"RAISES": "2"})
     assert ended.code == 1 and "rank 2" in ended.text and "a worker's own mistake" in ended.text, ended.text
 
 
@@ -402,6 +403,7 @@ def test_a_stopped_server_is_named(shop: Shop) -> None:
     process = shop.start(
         "train", "job.py", "--ranks", "3", "--run-dir", "run", "--train.steps", "100000", "--update", "ps,staleness=4",
         "--watch.to", "console,jsonl", "--train.timeout_seconds", "4", "--data.drop_last", "true",
+        "--survive.restarts", "0",
     )  # fmt: skip
     try:
         until = time.monotonic() + 60
@@ -614,10 +616,10 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
         served=ServedWeights(names=["w"], weights=[weight], fixed=[fixed], digest=""),
         timeout_seconds=0.2,
     )
-    connections = WorkerConnections(
+    server_threads = ServerThreads(
         state, acceptor=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), is_first_server=True
     )
-    connections.open()
+    server_threads.open()
     connection = connect_to_server(entrance, server=0, timeout_seconds=60)
     connection.send(ServerMessage(kind=MessageKind.HELLO, fields={"rank": 1, "start_number": 1, "model": ""}))
     assert [connection.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
@@ -628,7 +630,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     assert message.kind is MessageKind.FIXED and message.buffer is not None
     assert message.buffer[:8].view(torch.float32).tolist() == [7.0, 7.0]
     assert connection.receive().kind is MessageKind.LEASE
-    connections.close()
+    server_threads.close()
 
 
 BAD = {

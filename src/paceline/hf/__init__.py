@@ -1,4 +1,14 @@
-"""Jobs from Hugging Face configs and folders: `pl.hf.job(...)`. transformers is imported when it is first used."""
+"""Jobs from Hugging Face configs and folders: `pl.hf.job(...)`. transformers is imported when it is first used.
+
+Start with `hf_job.py`.
+
+- `config_only_job.py`: A job from a Hugging Face config alone, with placeholder rows of the right shape, for plans.
+- `hf_job.py`: The function `pl.hf.job`, which returns a Job from a Hugging Face config or folder.
+- `hf_model.py`: The `model` of a job: built from a Hugging Face config, or from a folder with weights.
+- `tokenize_and_mask.py`: Rows and batches for Hugging Face models: tokens, masks, labels and padding.
+- `weight_conversion.py`: The conversion of a Hugging Face folder's tensors to the model's, by transformers' own
+  conversion table.
+"""
 
 import importlib
 import sys

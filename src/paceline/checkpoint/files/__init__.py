@@ -1,1 +1,17 @@
-"""Checkpoint files on disk, without torch: manifest, two-phase commit, safetensors, resharding reads."""
+"""Checkpoint files on disk, without torch: manifest, two-phase commit, safetensors, resharding reads.
+
+Start with `checkpoint_folder.py`.
+
+- `checkpoint_folder.py`: Checkpoint folders: list, open, check, mark and remove them.
+- `hf_folder.py`: Model folders for other programs: plain safetensors, split into several files with an index if large.
+- `manifest.py`: The manifest of a checkpoint: it lists every file and tensor.
+- `manifest_schema.py`: The schema of a manifest: the required type of every part.
+- `resharding_reader.py`: Resharding reads: tensors are stored as shards in several files, and a rank reads the shards
+  that it needs.
+- `safetensors_io.py`: Tensors on disk in the safetensors format, each with its digest; nothing is pickled, and every
+  size is checked.
+- `superseded_checkpoints.py`: Superseded checkpoints: if a run resumes from an older checkpoint, newer ones are moved
+  to a separate folder.
+- `two_phase_commit.py`: Two-phase commit: a checkpoint is written to a staging folder, flushed and renamed; then
+  `latest` names it.
+"""

@@ -1,1 +1,15 @@
-"""Code that several commands share: option checks, devices, starting the ranks, and the command that resumes a run."""
+"""Code that several commands share: option checks, devices, starting the ranks, and the command that resumes a run.
+
+Start with `execution.py`.
+
+- `devices.py`: Checks of the requested ranks and devices against this machine and the launcher's world.
+- `dry_run.py`: The checks that `--dry-run` adds to those of `make_task`: the run folder, the run to resume, and the
+  sinks.
+- `execution.py`: The steps of verbs that start processes: build the task, choose the run folder, run the ranks, return
+  the result.
+- `hf_config_as_job.py`: A Hugging Face config used as a job, for the verbs that need no data: `plan` and `simulate`.
+- `option_checks.py`: Checks that refuse invalid options before a process starts.
+- `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.
+- `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,
+  compression and settings.
+"""

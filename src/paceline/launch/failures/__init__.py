@@ -1,1 +1,17 @@
-"""Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out."""
+"""Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out.
+
+Start with `first_failure.py`.
+
+- `failure_record.py`: Failure records: the small file that a failing rank writes atomically before it exits.
+- `first_failure.py`: Selection of the first failure from the failure records of all ranks.
+- `missing_heartbeats.py`: The supervisor's watch for ranks that are alive but send no heartbeat.
+- `oom_detection.py`: Out-of-memory detection: recognises the errors, and finds the phase of the step and the limit that
+  was hit.
+- `single_reporter.py`: Choice of the rank that reports a failure under another launcher: the first failing rank on each
+  machine.
+- `stack_dumps.py`: Stack dumps of silent processes: each rank, and each data worker that it forks, writes its stack on
+  request.
+- `stuck_rank.py`: Hang detection: finds the rank that the others wait for, by its last heartbeat and its process state.
+- `uncaught_exceptions.py`: Reports of uncaught exceptions in `pl.Run`, in `pl.place` and in functions such as
+  `pl.train`.
+"""

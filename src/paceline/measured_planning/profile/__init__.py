@@ -1,1 +1,11 @@
-"""Profile a job's model: trace a few batches to learn its compute and memory."""
+"""Profile a job's model: trace a few batches to learn its compute and memory.
+
+Start with `profile_job.py`.
+
+- `probe_job.py`: Prepare a job for profiling: build its model once, and use its largest sample as every sample.
+- `profile_job.py`: Profile a job's model for the planner: trace it on fake tensors.
+- `recompute_profile.py`: Profile the activation memory of each part of a model, by policy of activation checkpointing
+  and tp size.
+- `sample_batches.py`: Read sample batches for profiling a model, and fit how a cost depends on the size of a batch.
+- `truncated_model.py`: Truncate models for profiling: build a model once, and keep few of its equal blocks.
+"""

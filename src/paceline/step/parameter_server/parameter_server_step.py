@@ -25,7 +25,6 @@ from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import RunError
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.microbatches import StepBatch
-from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.push_messages import (
     AppliedUpdate,
     GradientPush,
@@ -36,6 +35,7 @@ from paceline.step.parameter_server.push_messages import (
     sum_pushed_gradients,
 )
 from paceline.step.parameter_server.served_tensors import served_weights, sparse_tables
+from paceline.step.parameter_server.server_threads import ServerThreads
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import CONNECT_SECONDS, ConnectionAcceptor
 from paceline.step.replica_context import ReplicaContext
@@ -79,7 +79,7 @@ class ServerStep(SynchronousStep):
         self._batches: dict[int, PushedBatch] = {}
         self._open_batches: deque[PushedBatch] = deque()
         self._state: ServerState | None = None
-        self._connections: WorkerConnections | None = None
+        self._server_threads: ServerThreads | None = None
         self._waited_seconds = 0.0
         self._last_decision_time = time.monotonic()
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
@@ -153,8 +153,8 @@ class ServerStep(SynchronousStep):
     @override
     def close(self) -> None:
         """Close the connections to all workers."""
-        if self._connections is not None:
-            self._connections.close()
+        if self._server_threads is not None:
+            self._server_threads.close()
         super().close()
 
     def _open_server(self) -> ServerState:
@@ -169,8 +169,8 @@ class ServerStep(SynchronousStep):
         served = served_weights(self.replica.model, members)
         self._state = ServerState(leases=self._leases, served=served, timeout_seconds=world.timeout_seconds)
         acceptor = ConnectionAcceptor(world.worker_endpoint, server=world.rank, timeout_seconds=world.timeout_seconds)
-        self._connections = WorkerConnections(self._state, acceptor=acceptor, is_first_server=world.is_main)
-        self._connections.open()
+        self._server_threads = ServerThreads(self._state, acceptor=acceptor, is_first_server=world.is_main)
+        self._server_threads.open()
         return self._state
 
     def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:

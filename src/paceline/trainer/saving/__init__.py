@@ -1,1 +1,13 @@
-"""Saving and resuming: checkpoints on disk and in memory, and the state that update rules add to them."""
+"""Saving and resuming: checkpoints on disk and in memory, and the state that update rules add to them.
+
+Start with `checkpointer.py`.
+
+- `checkpointer.py`: Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept
+  checkpoints.
+- `final_weights.py`: The final weights of a run: `consolidated/`, and a record with their digest.
+- `local_sgd_state.py`: The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own
+  weights and optimizers.
+- `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
+- `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
+  state.
+"""

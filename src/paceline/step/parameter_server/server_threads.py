@@ -21,8 +21,8 @@ from paceline.step.parameter_server.transport import (
 _CLOSE_SECONDS = 5.0
 
 
-class WorkerConnections:
-    """The connections of one server to its workers.
+class ServerThreads:
+    """The threads that serve the workers of one server, each with its own connection.
 
     Only the first server leases shares of a batch. The other servers send their weights to the workers, and receive the
     gradients of these weights.
