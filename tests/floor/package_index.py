@@ -1,6 +1,6 @@
 """The docstring of each package: what it is for, which file to read first, and a list of its files.
 
-    python -m tests.floor.package_index      # write the lists anew, after a file was added, renamed or described anew
+    python -m tests.floor.package_index      # update the lists after a file or its docstring changed
 
 The list repeats the first sentence of each file's docstring. `test_package_index.py` checks that it is up to date.
 """
@@ -59,7 +59,7 @@ def expected_docstring(folder: Path) -> str:
 
 
 def write() -> None:
-    """Write the list of every package anew. Inner packages come first, because outer ones quote them."""
+    """Update the list of every package. Inner packages come first, because outer ones quote them."""
     for folder in reversed(packages()):
         path = folder / "__init__.py"
         text = path.read_text()
