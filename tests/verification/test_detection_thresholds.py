@@ -24,6 +24,7 @@ from paceline.verification.compare_step import StepComparison
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.noise_floor import is_rounding
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
+from paceline.verification.reference.reference_step import run_reference_step
 from paceline.verification.rung_result import RungResult
 from paceline.verification.verify_answer import Rung, verify_answer
 
@@ -95,12 +96,11 @@ def seen_with(dtype: torch.dtype, factor: float) -> tuple[RungResult, StepCompar
     spec = ReferenceConfig(seed=0, global_batch_size=8, micro_batch_size=4)
     reference = Reference(job=job_of(dtype), config=spec, cast=lambda batch: batch)
     rung_result = RungResult()
-    judge = StepComparison(
-        reference=reference, position=RunPosition(steps_done=0, epoch=0, batch_start=0), rung_result=rung_result
-    )
+    position = RunPosition(steps_done=0, epoch=0, batch_start=0)
+    judge = StepComparison(run_reference_step(reference, position), rung_result=rung_result)
     gradients = {name: value.clone() for name, value in judge.expected_gradient.items()}
     gradients["first.weight"] = (gradients["first.weight"].double() * factor).to(dtype)
-    loss = judge._rerun.gradient.loss
+    loss = judge._step.gradient.loss
     judge.compare_forward_backward(ObservedStep(gradients=[gradients], buffers=[{}], losses=[loss]))
     return rung_result, judge
 
@@ -146,15 +146,15 @@ def test_floors_of_sound_steps_have_an_upper_bound(dtype: torch.dtype) -> None:
     judge = seen_with(dtype, 1.0 + EPS[dtype])[1]
     most = 1000.0 * EPS[dtype] if dtype is not torch.bfloat16 else 0.5
     for name, value in judge.expected_gradient.items():
-        assert 0.0 < judge._rerun.floor(name) <= most * float(value.double().norm()), name
-    assert judge._rerun.floors.loss <= most * abs(judge._rerun.gradient.loss)
+        assert 0.0 < judge._step.floor(name) <= most * float(value.double().norm()), name
+    assert judge._step.floors.loss <= most * abs(judge._step.gradient.loss)
 
 
 @pytest.mark.parametrize("dtype", EPS)
 def test_a_gradient_beyond_rounding_is_no_noise(dtype: torch.dtype) -> None:
     """A nudge that has flipped a decision is left out: from 4096 units on, in bfloat16 from 16."""
     judge = seen_with(dtype, 1.0)[1]
-    one = judge._rerun.gradient
+    one = judge._step.gradient
     for units, is_noise in ((1.0, True), (5000.0 if EPS[dtype] < 1e-3 else 20.0, False)):
         other = {name: value.double() * (1.0 + units * EPS[dtype]) for name, value in one.total.items()}
         assert is_rounding(one, replace(one, total=other), judge._reference) is is_noise

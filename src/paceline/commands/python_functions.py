@@ -312,7 +312,8 @@ def compare(
         return resolve("paceline.commands.compare:compare")(*what, page=page)  # imports numpy
     if len(what) != 1:
         raise UsageError(
-            f"layouts= takes one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+            f"pl.compare with layouts= takes one job, got {len(what)}.",
+            hint='pl.compare("job.py", layouts=["ddp", "fsdp"])',
         )
     with _job_and_options(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
         text,

@@ -167,7 +167,7 @@ class MapStyleLoader:
         )
 
     def _read_stand_in(self, batch: Batch) -> Any:
-        """Return the first microbatch of a global batch, read without the data workers."""
+        """Return a batch's first microbatch, read without the data workers, for a replica that has no microbatch."""
         request = self._request(batch, 0)
         return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 

@@ -10,7 +10,7 @@ Start with `synchronous.py`.
   update the EMA.
 - `replica_context.py`: The components that one replica needs to run a step.
 - `step_rule.py`: The interface of an update rule, for the loop, the set-up, checkpoints and verify.
-- `step_totals.py`: The totals of a step over all ranks: one small vector, all-reduced once while backward runs.
+- `step_totals.py`: The totals of a step over all ranks: one small vector, whose all-reduce overlaps the backward.
 - `synchronous.py`: The synchronous training step: replicas run their microbatches, all-reduce gradients and apply the
   same update.
 - `update_rules.py`: The table of update rules.

@@ -1,4 +1,4 @@
-"""The totals of a step over all ranks: one small vector, all-reduced once while backward runs.
+"""The totals of a step over all ranks: one small vector, whose all-reduce overlaps the backward.
 
 `TotalsBuilder` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` all-reduces the
 vector. `StepResult` reads the sum only on demand, because reading waits for the device.

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 8  # how often one step is computed at most; exact mode repeats a
 class SynchronousStep:
     """A synchronous training step. Every rank runs the same program, and `run` updates all ranks or none.
 
-    `lag` is the number of steps after which a step's result can be read without waiting; here it is 0.
+    `lag` is the number of further steps after which a step is finished and its result is read; here it is 0.
     """
 
     lag = 0

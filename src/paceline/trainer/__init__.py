@@ -11,7 +11,7 @@ Start with `entrypoints.py`.
 - `parameter_server_worker.py`: A parameter server's worker: it leases a share of a batch, computes the share's
   gradient, and pushes the gradient.
 - `random_access_reading.py`: Read any part of any batch.
-- `run.py`: `pl.Run`: a training loop that the user writes.
+- `run.py`: `pl.Run`: a run that a script or a rank of `paceline train` opens.
 - `script_restart.py`: The script of a `pl.Run`: its command line, its restart in the ranks, and the task fields that
   the ranks inherit.
 - `session.py`: The session of one rank: it is built from a task, contains the training loop, and closes its resources.

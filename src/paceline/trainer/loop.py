@@ -108,8 +108,10 @@ class Loop:
             raise self._no_more_batches()
         self.setup.check_trainable()
         self._stop.reinstall()
-        self.progress.unjudged = self.progress.unjudged and self.setup.job.eval_data is not None
-        if self.progress.unjudged and not self.is_stopping:
+        self.progress.is_evaluation_pending = (
+            self.progress.is_evaluation_pending and self.setup.job.eval_data is not None
+        )
+        if self.progress.is_evaluation_pending and not self.is_stopping:
             self._record_outcome(self._judge_evaluation(self.evaluate()))
         if self.is_stopping or self.is_over():
             return
@@ -314,7 +316,7 @@ class Loop:
             self.stop_reason = "signal"
         if self._checkpointer.last_saved != self.cursor.step:
             self.save()
-        is_complete = self.is_over() and not self.progress.unjudged
+        is_complete = self.is_over() and not self.progress.is_evaluation_pending
         return ExitCode.DONE if is_complete else ExitCode.STOPPED
 
     def refuse_missed_faults(self) -> None:
@@ -348,7 +350,9 @@ class Loop:
         is_last_step = self.is_over()
         is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
         if step % self.save_every == 0 or is_last_step or self.is_stopping:
-            self.progress.unjudged = is_evaluation_due  # save before a due evaluation, because the evaluation may fail
+            self.progress.is_evaluation_pending = (
+                is_evaluation_due  # save before a due evaluation, because the evaluation may fail
+            )
             self.save()
         if is_evaluation_due:
             self._evaluate_due()
@@ -381,7 +385,7 @@ class Loop:
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.is_requested)
         if event is None:
-            self.progress.unjudged = True
+            self.progress.is_evaluation_pending = True
             self.is_stopping, self.stop_reason = True, self.stop_reason or "signal"
         is_best = event is not None and self._judge_evaluation(event)
         if event is not None or self._checkpointer.last_saved != self.cursor.step:

@@ -1,4 +1,4 @@
-"""`pl.Run`: a training loop that the user writes. The same script runs under python, torchrun and srun."""
+"""`pl.Run`: a run that a script or a rank of `paceline train` opens. A script runs under python, torchrun or srun."""
 
 import os
 import sys

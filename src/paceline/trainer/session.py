@@ -116,7 +116,7 @@ class Session:
             self.event_bus.emit(Note(text=text))
 
     def _record_new_modules(self) -> None:
-        """Add modules that the job's loss or model imported after the start to the code recorded in `env.json`."""
+        """Record modules in `env.json` that the job's loss or model imported only after the start."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             env = read_json(self.run.path / "env.json")
             recorded_modules = env["job"]["modules"]
@@ -428,7 +428,7 @@ class _SessionBuilder:
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]
             lines += data_length_notes(saved_num_samples, samples, cursor=cursor, total_steps=loop.total_steps)
             early_stop_lines = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
-            is_finished = loop.is_over() and not loop.progress.unjudged
+            is_finished = loop.is_over() and not loop.progress.is_evaluation_pending
             lines += early_stop_lines or (
                 [finished_note(settings, step=cursor.step, total=loop.total_steps)] if is_finished else []
             )

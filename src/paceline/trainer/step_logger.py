@@ -1,4 +1,4 @@
-"""Logs and checks of finished steps. Results are read `lag` steps late, so that logging never waits for the device."""
+"""Logs and checks of finished steps. Results are read `lag` steps late, when an asynchronous step has finished them."""
 
 from collections import deque
 

@@ -3,10 +3,10 @@
 Start with `verify_worker.py`.
 
 - `compare_evaluation.py`: Compare the layout's evaluation with a one-process evaluation of the same weights.
-- `compare_in_lockstep.py`: The second rung: compare the layout with one process step by step, each time from equal
+- `compare_in_lockstep.py`: The lockstep rung: compare the layout with one process step by step, each time from equal
   weights.
-- `compare_independent_runs.py`: The third rung: train the layout and one process independently, then compare their
-  weights and evaluations.
+- `compare_independent_runs.py`: The free-running rung: train the layout and one process independently, then compare
+  their weights and evaluations.
 - `compare_step.py`: Compare a step of all ranks with the reference, on rank 0: data, loss, gradients, buffers and
   update.
 - `gather_copies.py`: Gather tensors from all ranks as full tensors, one set for each copy of the model in the layout.

@@ -1,4 +1,4 @@
-"""The second rung: compare the layout with one process step by step, each time from equal weights."""
+"""The lockstep rung: compare the layout with one process step by step, each time from equal weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ from paceline.step.step_totals import StepResult
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.job_data import build_loader, build_partition
 from paceline.verification.compare_step import StepComparison
+from paceline.verification.diagnosis.gradient_diagnosis import sample_elements
 from paceline.verification.diagnosis.local_gradients import (
     can_run_locally,
     compute_local_gradients,
@@ -24,10 +25,10 @@ from paceline.verification.diagnosis.local_gradients import (
 from paceline.verification.diagnosis.module_outputs import first_differing_module, record_layout_outputs
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.diagnosis.rank_names import RankNames
-from paceline.verification.diagnosis.rerun import sample_elements
 from paceline.verification.gather_copies import distribute_full_tensor, gather_copies, shard_distances
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.reference.reference_step import run_reference_step
 from paceline.verification.reference.sample_reader import num_rows
 from paceline.verification.rung_result import DIFFERENT, RungResult
 
@@ -114,8 +115,7 @@ class LockstepComparison:
             statistics = self._reference.copy_statistics()
             rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=self._setup.optim_shards)
             comparison = StepComparison(
-                reference=self._reference,
-                position=position,
+                run_reference_step(self._reference, position),
                 rung_result=self.rung_result,
                 last_gradient=self._last_gradient,
                 rank_names=rank_names,

@@ -1,4 +1,4 @@
-"""The third rung: train the layout and one process independently, then compare their weights and evaluations."""
+"""The free-running rung: train the layout and one process independently, then compare their weights and evaluations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

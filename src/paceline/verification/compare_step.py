@@ -13,6 +13,7 @@ from paceline.verification.diagnosis.difference_location import (
     describe_weight_ranks,
     sort_by_severity,
 )
+from paceline.verification.diagnosis.gradient_diagnosis import GradientDiagnosis
 from paceline.verification.diagnosis.local_gradients import MAX_NAMES, flatten_gradients, local_gradient_cause
 from paceline.verification.diagnosis.module_outputs import (
     ModuleOutputs,
@@ -23,10 +24,9 @@ from paceline.verification.diagnosis.module_outputs import (
 from paceline.verification.diagnosis.observed_step import ObservedStep, find_data_difference
 from paceline.verification.diagnosis.placement_cause import GradientCase, placement_cause
 from paceline.verification.diagnosis.rank_names import RankNames
-from paceline.verification.diagnosis.rerun import ReferenceRerun, Tensors
 from paceline.verification.diagnosis.update_cause import norm_cause, update_cause
 from paceline.verification.reference.dropout_isolation import has_dropout
-from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.reference.reference_step import ReferenceStep, Tensors
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon, to_double
 
@@ -38,28 +38,26 @@ class StepComparison:
 
     def __init__(
         self,
+        reference_step: ReferenceStep,
         *,
-        reference: Reference,
-        position: RunPosition,
         rung_result: RungResult,
         last_gradient: Tensors | None = None,
         rank_names: RankNames | None = None,
     ) -> None:
-        self._reference = reference
+        self._step = reference_step
+        self._reference = reference_step.reference
+        self._position = reference_step.position
         self._rank_names = rank_names
-        self._position = position
         self._rung_result = rung_result
         self._location = ""  # where random numbers differ, if a rerun has shown it
-        self._rerun = ReferenceRerun(
-            reference=reference, position=position, last_gradient=last_gradient or {}, rank_names=rank_names
-        )
+        self._diagnosis = GradientDiagnosis(reference_step, last_gradient=last_gradient or {}, rank_names=rank_names)
         self._losses: Sequence[float] = ()
         self._differing_names: Sequence[str] = ()
 
     @property
     def expected_gradient(self) -> Tensors:
         """The reference's gradient."""
-        return self._rerun.gradient.total
+        return self._step.gradient.total
 
     @property
     def is_finite(self) -> bool:
@@ -69,17 +67,17 @@ class StepComparison:
     @property
     def needs_dropout_rerun(self) -> bool:
         """True if a gradient is unexplained and the model has dropout. A rerun without dropout may show the cause."""
-        return bool(self._rerun.unexplained) and has_dropout(self._reference.model)
+        return bool(self._diagnosis.unexplained) and has_dropout(self._reference.model)
 
     def compare_forward_backward(self, observed: ObservedStep) -> None:
         """Compare data, buffers, gradients and loss with the reference, and record the first difference."""
-        data_cause = find_data_difference(observed, microbatches=self._rerun.microbatches, rank_names=self._rank_names)
+        data_cause = find_data_difference(observed, microbatches=self._step.microbatches, rank_names=self._rank_names)
         if data_cause is not None:
             self._rung_result.record_difference(step=self._position.step_number, parameter="(data)", cause=data_cause)
         if not self.is_finite:
             self._compare_nonfinite(observed.gradients)
             return
-        empty_terms = ", ".join(self._rerun.gradient.empty_terms)
+        empty_terms = ", ".join(self._step.gradient.empty_terms)
         if empty_terms:
             self._rung_result.detail += (
                 f" Step {self._position.step_number} has no target of {empty_terms}: train stops there, or skips the "
@@ -95,7 +93,7 @@ class StepComparison:
         self._compare_buffers(observed.buffers, forward_buffers)
         self._compare_gradients(observed, is_data_correct=data_cause is None)
         self._compare_losses(observed.losses)
-        if self._rerun.is_rounding_dominated:
+        if self._step.is_rounding_dominated:
             self._rung_result.record_uncovered(
                 f"gradients of step {self._position.step_number} in half precision: rounding changes them too much"
             )
@@ -108,7 +106,7 @@ class StepComparison:
         for copy, gradients in enumerate(copies):
             if all(bool(torch.isfinite(value).all()) for value in gradients.values()):
                 location = describe_copy(next(iter(self.expected_gradient)), copy, rank_names=self._rank_names)
-                counts_text = self._rerun.gradient.counts_text
+                counts_text = self._step.gradient.counts_text
                 cause = f"finite on {location}, but not in one process ({counts_text})"
                 self._rung_result.record_difference(
                     step=self._position.step_number, parameter=next(iter(self.expected_gradient)), cause=cause
@@ -116,18 +114,18 @@ class StepComparison:
                 return
         self._rung_result.detail += (
             f" The gradient of step {self._position.step_number} is not finite, in one process and here "
-            f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides what train does."
+            f"({self._step.gradient.counts_text}): train.on_nonfinite decides what train does."
         )
 
     @property
     def unexplained(self) -> list[str]:
         """The first `MAX_NAMES` parameters whose gradient is not explained yet, worst first."""
-        return self._rerun.unexplained[:MAX_NAMES]
+        return self._diagnosis.unexplained[:MAX_NAMES]
 
     @property
     def global_counts(self) -> dict[str, float] | None:
         """The global counts by loss term; None if the job does not give them before the forward."""
-        return self._rerun.global_counts
+        return self._step.global_counts
 
     def compare_local_gradients(
         self, local_gradients: Mapping[int, torch.Tensor], gradients: Sequence[Tensors], *, replicas: int | None = None
@@ -141,27 +139,27 @@ class StepComparison:
         parameters = dict(self._reference.model.named_parameters())
         reduced = (
             flatten_gradients({name: gradients[0].get(name) for name in names}, parameters)
-            * self._rerun.gradient.divisor
+            * self._step.gradient.divisor
         )
         cause, ranks_text = local_gradient_cause(
-            self._rerun, local_gradients, names=names, reduced=reduced, ranks=replicas or len(gradients)
+            self._step, local_gradients, names=names, reduced=reduced, ranks=replicas or len(gradients)
         )
         self._location = ranks_text and f"on {ranks_text}"
         if first_difference is not None:
-            share = f"{len(self._rerun.unexplained)} of {len(self.expected_gradient)} parameters"
+            share = f"{len(self._diagnosis.unexplained)} of {len(self.expected_gradient)} parameters"
             first_difference["cause"] = f"{cause} ({share})"
 
     def record_module_outputs(self, microbatches: int) -> ModuleOutputs:
         """Run the reference again, and return the module outputs of the first `microbatches` microbatches."""
-        return record_reference_outputs(self._rerun, model=self._reference.model, microbatches=microbatches)
+        return record_reference_outputs(self._step, model=self._reference.model, microbatches=microbatches)
 
     def report_module_outputs(self, output_difference: Mapping[str, Any] | None, *, remat: bool) -> None:
         """Record the first module whose output differs as the cause, or a cause outside the modules if none differs."""
         first_difference = self._rung_result.first_difference
         if first_difference is None or output_difference is None:
             return
-        floor = self._rerun.floors.loss
-        is_loss_wrong = any(not abs(loss - self._rerun.gradient.loss) <= floor for loss in self._losses)
+        floor = self._step.floors.loss
+        is_loss_wrong = any(not abs(loss - self._step.gradient.loss) <= floor for loss in self._losses)
         last_name = next((name for name in reversed(list(self.expected_gradient)) if name in self._differing_names), "")
         cause = module_output_cause(
             output_difference,
@@ -179,21 +177,21 @@ class StepComparison:
 
     def report_dropout_rerun(self, gradients: Sequence[Tensors]) -> None:
         """Record random numbers as the cause if, without dropout, the layout's gradients agree with the reference's."""
-        expected = self._rerun.compute_again().total
+        expected = self._step.compute_again().total
         differing = [
             name
             for copy_gradients in gradients
-            for name in self._rerun.unexplained
+            for name in self._diagnosis.unexplained
             if name in expected
             and euclidean_distance(copy_gradients.get(name, torch.zeros_like(expected[name])), expected[name])
-            > self._rerun.floor(name)
+            > self._step.floor(name)
         ]
         first_difference = self._rung_result.first_difference
         if not differing and first_difference is not None:
             first_difference["cause"] = (
                 "random streams: without dropout the gradients agree, so dropout draws different numbers than in one "
                 f"process{self._location and ', ' + self._location} "
-                f"({len(self._rerun.unexplained)} of {len(self.expected_gradient)} parameters)"
+                f"({len(self._diagnosis.unexplained)} of {len(self.expected_gradient)} parameters)"
             )
 
     def compare_norms(self, norms: Sequence[float | None]) -> None:
@@ -262,16 +260,18 @@ class StepComparison:
             )
             return
         location = describe_gradient_ranks(case, names=names, wrong_copies=wrong_copies, copies=len(names_by_copy))
-        cause = self._rerun.explain(observed.gradients, names, wrong_copies[0], is_data_correct, observed.num_replicas)
+        cause = self._diagnosis.explain(
+            observed.gradients, names, wrong_copies[0], is_data_correct, observed.num_replicas
+        )
         if self._rung_result.first_difference is not None:
-            self._rerun.unexplained = []  # an earlier difference explains the gradients
+            self._diagnosis.unexplained = []  # an earlier difference explains the gradients
         self._rung_result.record_difference(step=self._position.step_number, parameter=names[0], cause=cause + location)
 
     def _build_case(self, copies: Sequence[Tensors], names: Sequence[str]) -> GradientCase | None:
         """Return the gradients for a diagnosis of the placement; None if all ranks are replicas."""
         if self._rank_names is None or self._rank_names.has_only_replicas:
             return None
-        floors = {name: self._rerun.floor(name) for name in names}
+        floors = {name: self._step.floor(name) for name in names}
         return GradientCase(
             rank_names=self._rank_names,
             expected=self.expected_gradient,
@@ -308,7 +308,7 @@ class StepComparison:
                     continue
             else:
                 distance = euclidean_distance(gradients[name], self.expected_gradient[name])
-            floor = self._rerun.floor(name) if distance else 0.0
+            floor = self._step.floor(name) if distance else 0.0
             verdict = judge_distance(distance, floor)
             self._rung_result.record(verdict, difference=distance, floor=floor)
             if verdict == DIFFERENT:
@@ -317,13 +317,13 @@ class StepComparison:
 
     def _compare_losses(self, losses: Sequence[float]) -> None:
         for rank, loss in enumerate(losses):
-            expected = self._rerun.gradient.loss
+            expected = self._step.gradient.loss
             # both overflow, whether to inf or NaN
             both_nonfinite = not math.isfinite(loss) and not math.isfinite(expected)
             distance = 0.0 if loss == expected or both_nonfinite else abs(loss - expected)
-            floor = self._rerun.floors.loss if distance else 0.0
+            floor = self._step.floors.loss if distance else 0.0
             if judge_distance(distance, floor) == DIFFERENT:
-                ratio = loss / self._rerun.gradient.loss if self._rerun.gradient.loss else float("inf")
+                ratio = loss / self._step.gradient.loss if self._step.gradient.loss else float("inf")
                 cause = (
                     f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: "
                     "not summed over all ranks"
@@ -335,13 +335,13 @@ class StepComparison:
         expected = {name: b.detach() for name, b in self._reference.model.named_buffers() if name in names}
         for name, target in expected.items():
             distances = [euclidean_distance(buffers[name], target) for buffers in copies]
-            floor = self._rerun.floors.buffers.get(name, 0.0) if any(distances) else 0.0
+            floor = self._step.floors.buffers.get(name, 0.0) if any(distances) else 0.0
             self._rung_result.count_compared("buffers", len(distances))
             for value in distances:
                 self._rung_result.record(judge_distance(value, floor), difference=value, floor=floor)
             if any(judge_distance(value, floor) == DIFFERENT for value in distances):
                 self._rung_result.record_difference(
-                    step=self._position.step_number, parameter=name, cause=self._rerun.buffer_cause(name, copies)
+                    step=self._position.step_number, parameter=name, cause=self._diagnosis.buffer_cause(name, copies)
                 )
 
 

@@ -16,7 +16,7 @@ from paceline.trainer.setup.optimizers import make_scaler
 from paceline.trainer.setup.prepare import PreparedJob
 from paceline.verification.precision_cast import cast_model, cast_tensor
 
-LOSS_SCALE = 1024.0  # constant in fp16, and low: after an overflow there is nothing to compare
+LOSS_SCALE = 1024.0  # of fp16, and low: after an overflow there is nothing to compare
 
 
 def make_cast(dtype: torch.dtype | None) -> Callable[[Any], Any]:

@@ -19,6 +19,7 @@ from paceline.verification.compare_step import StepComparison
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
+from paceline.verification.reference.reference_step import run_reference_step
 from paceline.verification.rung_result import RungResult
 
 
@@ -57,7 +58,7 @@ class Bed:
         for at in places:
             self._take_over()
             judge = StepComparison(
-                reference=self.reference, position=at, rung_result=self.rung_result, last_gradient=self._last
+                run_reference_step(self.reference, at), rung_result=self.rung_result, last_gradient=self._last
             )
             judge.compare_forward_backward(self._play(at))
             if judge.needs_dropout_rerun:

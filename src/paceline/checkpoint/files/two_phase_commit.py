@@ -1,7 +1,7 @@
 """Two-phase commit: a checkpoint is written to a staging folder, flushed and renamed; then `latest` names it.
 
 Rank 0 creates the staging folder, every rank writes its files into it, and rank 0 writes the manifest and commits. A
-kill at any moment leaves the older checkpoint.
+kill at any moment leaves the older checkpoint intact, at the latest after the next start has restored its name.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 The model is not wrapped, so parameter names stay unchanged. A hook on each parameter reports when its gradient is
 ready; as soon as all gradients of a bucket are ready, its all-reduce starts (Li et al., "PyTorch Distributed", VLDB
-2020). Gradients are *summed*, not averaged: the step divides by the global sample count.
+2020). Gradients are *summed*, not averaged: `finish` divides by the global count of the loss.
 """
 
 from collections.abc import Callable, Sequence

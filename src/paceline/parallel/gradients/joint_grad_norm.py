@@ -79,7 +79,7 @@ def _joint_max_magnitude(tensors: Sequence[Tensor], worlds: Sequence[World], dev
 
 
 def _integer_norm(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
-    """Return the norm from squares that are rounded to 2^-56 of the largest and summed as two 28-bit integers each.
+    """Return the norm. Each square, rounded to 2^-56 of the largest, is split into two 28-bit integers for the sums.
 
     This is valid for up to 2^34 elements: then the sum of the higher integers is below 2^63.
     """

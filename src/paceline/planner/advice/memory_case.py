@@ -47,7 +47,7 @@ def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) 
 def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
     """Return the parts of the model, each with the least bytes that a device needs for it.
 
-    These are parameters, gradients, the activations of one microbatch, and the reserve of the device.
+    The bytes are the sum of its parameters, gradients and activations for one microbatch, and the device's reserve.
     """
     element_bytes = single_device.profile.element_bytes
     layer_costs = single_device.layer_costs(

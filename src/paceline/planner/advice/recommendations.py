@@ -100,6 +100,7 @@ class Advice:
     """The advice of a plan."""
 
     case: MemoryCase
+    """What fits on one device: everything, only single layers, or not even every layer."""
     rows: tuple[PlanRow, ...]
     """The best layout of each family: the recommended one, then the others that fit, then those that do not fit."""
     limits: tuple[str, ...]

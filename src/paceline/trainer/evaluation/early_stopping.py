@@ -44,7 +44,7 @@ class BestMetricTracker:
 
     def record_evaluation(self, event: EvalDone) -> EvaluationOutcome:
         """Record an evaluation, and return whether it is the best so far and whether it ends the run."""
-        self._progress.unjudged = False
+        self._progress.is_evaluation_pending = False
         notes = []
         value = event.metrics.get(self._metric)
         if value is None:

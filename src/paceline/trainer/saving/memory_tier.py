@@ -21,7 +21,7 @@ from paceline.events import Event, Note
 from paceline.trainer.saving.checkpointer import Checkpointer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_KEPT = 2  # the newest one, and the one before it while the next one is being written
+_KEPT = 2  # the newest checkpoint, and an older one in case the newest is damaged
 _MEASURED_STEPS = 10  # steps from which the duration of a step is measured before the first save
 _MAX_SHARE = 0.01  # of the time of all steps, for saves at the derived interval
 _FIRST_SECONDS, _BYTES_PER_SECOND = 0.05, 5e8  # an estimate of the cost of the first save, rather too high
@@ -104,7 +104,8 @@ def open_memory_tier(
     """Return the memory tier of a run, or None if it has none.
 
     A run has none if its command made no folder for it, if `checkpoint.memory_every` is 0, or if the update is
-    asynchronous: then a save completes the steps in flight, so that saves in between would change the training.
+    asynchronous. An asynchronous run completes its steps in flight before each save, so additional saves would change
+    the training.
     """
     every = setup.settings.checkpoint.memory_every
     if not task.memory_folder or every == 0 or not setup.plan.update_rule.is_synchronous:

@@ -73,12 +73,13 @@ class Progress:
     """The best value for early stopping; None before the first evaluation."""
     rule_of: str = ""
     """The metric and the mode of `rule_best`."""
-    unjudged: bool = False
+    is_evaluation_pending: bool = False
     """Whether an evaluation was due whose outcome is not recorded yet."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the progress as JSON for a checkpoint."""
-        return asdict(self)
+        """Return the progress as JSON for a checkpoint, under the keys of its format."""
+        values = asdict(self)
+        return {**values, "unjudged": values.pop("is_evaluation_pending")}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -90,7 +91,7 @@ class Progress:
             waited=value.get("waited", 0),
             rule_best=value.get("rule_best"),
             rule_of=value.get("rule_of", ""),
-            unjudged=value.get("unjudged", False),
+            is_evaluation_pending=value.get("unjudged", False),
         )
 
 

@@ -6,6 +6,8 @@ Start with `gradient_cause.py`.
   means all ranks.
 - `gradient_cause.py`: Find the likely cause of a wrong gradient: a mistake that gives microbatches wrong weights in the
   sum.
+- `gradient_diagnosis.py`: Find the cause of a wrong gradient: compute the reference's step again by microbatch, loss
+  term and random seed.
 - `gradient_evidence.py`: The evidence about one wrong gradient: its values on the ranks, and each microbatch's
   contribution.
 - `hypotheses.py`: List common mistakes in combining the gradients of several ranks, each as a coefficient for every
@@ -18,8 +20,6 @@ Start with `gradient_cause.py`.
 - `placement_cause.py`: Find placement faults in a wrong gradient: partial sums, unequal copies, moved rows, a stage
   without gradients.
 - `rank_names.py`: Names of ranks by their mesh coordinates, for messages, and which shards of a tensor the ranks hold.
-- `rerun.py`: Run the reference's step again on rank 0 to find a cause: by microbatch, by loss term, with other random
-  numbers.
 - `swapped_gradients.py`: Detect swapped gradients, which arise if ranks iterate over their parameters in different
   orders.
 - `update_cause.py`: Find the likely cause if gradients are right but weights or buffers after the update are not.

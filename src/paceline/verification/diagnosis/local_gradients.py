@@ -14,8 +14,9 @@ from torch import Tensor
 from paceline.data.types import StepInput
 from paceline.torch_internals.pytree import to_device
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.verification.diagnosis.rerun import ReferenceRerun, sample_elements
+from paceline.verification.diagnosis.gradient_diagnosis import sample_elements
 from paceline.verification.reference.loss_terms import weighted_loss
+from paceline.verification.reference.reference_step import ReferenceStep
 
 MAX_NAMES = 8  # the number of parameters that are examined
 # a number of correct bits in these ranges suggests a lower precision: of the forward, or of the reduction
@@ -91,19 +92,19 @@ def gather_local_gradients(
 
 
 def local_gradient_cause(
-    rerun: ReferenceRerun, local_gradients: LocalGradients, *, names: Sequence[str], reduced: Tensor, ranks: int
+    reference_step: ReferenceStep, local_gradients: LocalGradients, *, names: Sequence[str], reduced: Tensor, ranks: int
 ) -> tuple[str, str]:
     """Return the cause of a wrong gradient, and the names of the ranks whose local gradient is wrong (may be empty).
 
     `reduced` is the layout's gradient after the reduction, flattened and multiplied by the divisor.
     """
-    detailed = rerun.compute_again(keep_contributions=names)
-    parameters = {name: value for name, value in rerun.start.tensors.items() if name in names}
+    detailed = reference_step.compute_again(keep_contributions=names)
+    parameters = {name: value for name, value in reference_step.start.tensors.items() if name in names}
     expected = [
         flatten_gradients({name: contribution.get(name) for name in names}, parameters)
         for contribution in detailed.contributions
     ]
-    floor = math.hypot(*(rerun.floor(name) for name in names)) * detailed.divisor
+    floor = math.hypot(*(reference_step.floor(name) for name in names)) * detailed.divisor
     distances = {index: float((local_gradients[index] - value).norm()) for index, value in enumerate(expected)}
     differing = [index for index, distance in distances.items() if not distance <= floor]
     if not differing:

@@ -15,7 +15,7 @@ from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTen
 from paceline.torch_internals.private_api import is_in_backward, tree_flatten
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.diagnosis.rank_names import RankNames
-from paceline.verification.diagnosis.rerun import ReferenceRerun
+from paceline.verification.reference.reference_step import ReferenceStep
 from paceline.verification.tensor_distance import to_double
 
 _MAX_ELEMENTS = 1 << 24  # recording stops after this many elements
@@ -72,11 +72,11 @@ class ModuleOutputs:
         return record_output
 
 
-def record_reference_outputs(rerun: ReferenceRerun, *, model: nn.Module, microbatches: int) -> ModuleOutputs:
+def record_reference_outputs(reference_step: ReferenceStep, *, model: nn.Module, microbatches: int) -> ModuleOutputs:
     """Run the reference's step again, and return its module outputs."""
     outputs = ModuleOutputs(microbatches=microbatches)
     with outputs.record(model):
-        rerun.compute_again(random_microbatch=outputs.set_microbatch)
+        reference_step.compute_again(random_microbatch=outputs.set_microbatch)
     return outputs
 
 

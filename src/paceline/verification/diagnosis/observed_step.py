@@ -7,8 +7,8 @@ from paceline.data.stream.iterable_loader import checksum
 from paceline.verification.diagnosis.difference_location import describe_owners
 from paceline.verification.diagnosis.gradient_cause import data_cause
 from paceline.verification.diagnosis.rank_names import RankNames
-from paceline.verification.diagnosis.rerun import Tensors
 from paceline.verification.reference.reference import ReferenceMicrobatch
+from paceline.verification.reference.reference_step import Tensors
 from paceline.verification.reference.sample_reader import num_rows
 
 

@@ -17,6 +17,7 @@ Start with `select_reference.py`.
 - `process_group_isolation.py`: Isolate the reference from the process group, so that user code does not see the
   surrounding ranks.
 - `reference.py`: The reference: a naive one-process run with which every layout is compared.
+- `reference_step.py`: One step of the reference: its start, gradient and noise floors.
 - `sample_reader.py`: A naive reader of a batch's samples, without loader, workers or cursor.
 - `select_reference.py`: The one-process reference of each update rule and of compression, and how `verify` compares a
   run with it.

@@ -22,8 +22,8 @@ def suggest_split(
 ) -> str:
     """Return command-line options with which `try_split` succeeds, or "".
 
-    The options list bounds for the traced blocks. If no bounds work, they list other blocks, which `trace_blocks`
-    traces, and bounds for these blocks.
+    The returned options contain bounds for the traced blocks. If no bounds work, they contain other blocks, which
+    `trace_blocks` traces, and bounds for these blocks.
     """
     bounds = _find_bounds(trace, num_stages, try_split)
     if bounds:

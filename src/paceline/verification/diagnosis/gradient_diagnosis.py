@@ -1,7 +1,6 @@
-"""Run the reference's step again on rank 0 to find a cause: by microbatch, by loss term, with other random numbers."""
+"""Find the cause of a wrong gradient: compute the reference's step again by microbatch, loss term and random seed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +11,13 @@ from paceline.verification.diagnosis.gradient_cause import explain_gradient, une
 from paceline.verification.diagnosis.gradient_evidence import GradientEvidence
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.update_cause import buffer_cause
-from paceline.verification.noise_floor import ModelSnapshot, NoiseFloors, measure_floors
 from paceline.verification.reference.dropout_isolation import has_dropout
-from paceline.verification.reference.loss_terms import sum_target_counts
-from paceline.verification.reference.reference import Reference, ReferenceGradient, RunPosition
+from paceline.verification.reference.reference import ReferenceGradient
+from paceline.verification.reference.reference_step import ReferenceStep, Tensors
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
 _MAX_PARAMETERS = 24  # only the worst wrong parameters are examined
 _MAX_ELEMENTS = 1 << 16  # of a parameter with more elements, between this number and twice as many are examined
-Tensors = Mapping[str, Tensor]
 _HIDDEN_STATE = (
     "the job: one process, from the same weights, buffers and samples, has a different gradient the "
     "second time; the model "
@@ -33,49 +30,18 @@ _ORDER_DEPENDENT = (
 )
 
 
-class ReferenceRerun:
-    """A step of the reference that can be run again from the same start.
+class GradientDiagnosis:
+    """The search for the cause of wrong gradients or buffers in one step.
 
     `unexplained`: the parameters with a wrong gradient, worst first, if `explain` found no cause.
     """
 
-    def __init__(
-        self,
-        *,
-        reference: Reference,
-        position: RunPosition,
-        last_gradient: Tensors,
-        rank_names: RankNames | None = None,
-    ) -> None:
-        self._reference = reference
-        self._rank_names = rank_names
-        self._position = position
+    def __init__(self, reference_step: ReferenceStep, *, last_gradient: Tensors, rank_names: RankNames | None) -> None:
+        self._step = reference_step
+        self._reference = reference_step.reference
         self._last_gradient = last_gradient
-        self.start = ModelSnapshot(reference.model)
-        self.microbatches = reference.read_microbatches(position)
-        self.gradient: ReferenceGradient = reference.compute_gradient(position, microbatches=self.microbatches)
+        self._rank_names = rank_names
         self.unexplained: list[str] = []
-
-    @cached_property
-    def floors(self) -> NoiseFloors:
-        """The noise floors of this step."""
-        return measure_floors(
-            self._reference, self.gradient, position=self._position, microbatches=self.microbatches, start=self.start
-        )
-
-    @cached_property
-    def global_counts(self) -> dict[str, float] | None:
-        """The global counts by loss term; None if the job does not give them before the forward."""
-        return sum_target_counts(self._reference.job, [micro.data for micro in self.microbatches])
-
-    @property
-    def is_rounding_dominated(self) -> bool:
-        """True if rounding alone may explain any difference; False if the floors were never measured."""
-        return "floors" in vars(self) and self.floors.is_rounding_dominated
-
-    def floor(self, name: str) -> float:
-        """Return the noise floor of this parameter's gradient."""
-        return self.floors.gradients.get(name, 0.0)
 
     def explain(
         self, copies: Sequence[Tensors], names: Sequence[str], copy: int, is_data_correct: bool, replicas: int
@@ -86,10 +52,10 @@ class ReferenceRerun:
         first. `replicas` is the number of replicas.
         """
         worst_names = list(names[:_MAX_PARAMETERS])
-        detailed = self.compute_again(keep_contributions=worst_names)
+        detailed = self._step.compute_again(keep_contributions=worst_names)
         evidence = self._build_evidence(copies, worst_names, copy, detailed)
         ranks = replicas if self._reference.config.merged_microbatches == 1 else 1
-        parameter_counts = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
+        parameter_counts = {"num_parameters": len(self._step.gradient.total), "num_differing": len(names)}
         facts: dict[str, Any] = {**parameter_counts, "ranks": ranks, "is_data_correct": is_data_correct}
         facts["samples"] = sum(map(len, detailed.samples))
         if self._rank_names is not None and not self._rank_names.has_only_replicas:
@@ -99,7 +65,7 @@ class ReferenceRerun:
             }
         explanation = explain_gradient(evidence, counts=detailed.counts, **facts)
         for term in detailed.term_counts if explanation is None and len(detailed.term_counts) > 1 else ():
-            term_gradient = self.compute_again(keep_contributions=worst_names, term=term)
+            term_gradient = self._step.compute_again(keep_contributions=worst_names, term=term)
             term_evidence = self._build_evidence(copies, worst_names, copy, term_gradient, all_terms=detailed)
             explanation = explain_gradient(term_evidence, counts=term_gradient.term_counts[term], **facts)
             if explanation is not None:
@@ -108,10 +74,10 @@ class ReferenceRerun:
             explanation = self._explain_by_dropout_keys(copies[copy], worst_names, ranks)
         if explanation is None:
             self.unexplained = list(names)
-            if not self.floors.is_repeatable:
+            if not self._step.floors.is_repeatable:
                 self.unexplained = []
                 return _HIDDEN_STATE
-            if not self.floors.is_order_independent:
+            if not self._step.floors.is_order_independent:
                 self.unexplained = []
                 return _ORDER_DEPENDENT
         return explanation or unexplained_gradient(evidence, **parameter_counts, is_data_correct=is_data_correct)
@@ -125,34 +91,15 @@ class ReferenceRerun:
             "once, so that all microbatches draw equal numbers": lambda j: 0,
         }
         for description, random_microbatch in key_mistakes.items():
-            gradient = self.compute_again(random_microbatch=random_microbatch).total
+            gradient = self._step.compute_again(random_microbatch=random_microbatch).total
             if all(
                 name in gradient
-                and euclidean_distance(gradients.get(name, gradient[name] * 0), gradient[name]) <= self.floor(name)
+                and euclidean_distance(gradients.get(name, gradient[name] * 0), gradient[name])
+                <= self._step.floor(name)
                 for name in names
             ):
                 return f"random streams: each microbatch's dropout is keyed {description}"
         return None
-
-    def compute_again(
-        self,
-        *,
-        keep_contributions: Sequence[str] = (),
-        term: str | None = None,
-        random_microbatch: Callable[[int], int] = int,
-    ) -> ReferenceGradient:
-        """Run the reference's step again from the same start; the model's state afterwards is as before the call."""
-        state_after = ModelSnapshot(self._reference.model)
-        self.start.restore()
-        gradient = self._reference.compute_gradient(
-            self._position,
-            microbatches=self.microbatches,
-            keep_contributions=keep_contributions,
-            term=term,
-            random_microbatch=random_microbatch,
-        )
-        state_after.restore()
-        return gradient
 
     def _build_evidence(
         self,
@@ -168,7 +115,7 @@ class ReferenceRerun:
         them, and the other terms are subtracted from the layout's gradients.
         """
         evidence = []
-        weights = self.start.tensors
+        weights = self._step.start.tensors
         for name in names:
             like = next((tensors[name] for tensors in detailed.contributions if name in tensors), weights[name])
             contributions = torch.stack(
@@ -192,7 +139,7 @@ class ReferenceRerun:
                     name=name,
                     observed=observed[copy].numpy(),
                     contributions=contributions.numpy(),
-                    floor=max(self.floor(name) * detailed.divisor, 1e-300),
+                    floor=max(self._step.floor(name) * detailed.divisor, 1e-300),
                     by_copy=[other.numpy() for other in observed],
                     added_directions={
                         text: sample_elements(value).numpy()
@@ -207,10 +154,10 @@ class ReferenceRerun:
         """Return the likely cause of a wrong buffer."""
         path, _, kind = name.rpartition(".")
         momentum = {owner: module.momentum for owner, module in norms_with_statistics(self._reference.model)}.get(path)
-        detailed = self.compute_again(keep_contributions=[next(iter(self.gradient.total))])
+        detailed = self._step.compute_again(keep_contributions=[next(iter(self._step.gradient.total))])
         return buffer_cause(
             buffers=[sample_elements(buffers[name]).numpy() for buffers in copies],
-            before=sample_elements(self.start.tensors[name]).numpy(),
+            before=sample_elements(self._step.start.tensors[name]).numpy(),
             expected=[sample_elements(buffers[name]).numpy() for buffers in detailed.buffers],
             momentum=momentum if kind in ("running_mean", "running_var") else None,
         )
