@@ -182,7 +182,7 @@ class PlacedModel:
             raise UsageError(
                 f"another backward follows, but only some gradients were zeroed, such as the gradient of {min(names)}.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
-                hint="zero_grad() of all optimizers; or step() of the others first",
+                hint="call zero_grad() of all optimizers; or step() of the optimizers that still have gradients",
             )
         elif self._has_run_backward and not self._is_accumulating and not self._stepped_optimizers:
             self._apply_zero_grads(replaced)

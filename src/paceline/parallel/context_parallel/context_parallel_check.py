@@ -300,7 +300,8 @@ def _first_different_module(
 
 def _different_outputs_error(name: str) -> LayoutError:
     return LayoutError(
-        f"split along the sequence, this model gives different outputs; the first one that differs comes from {name}.",
+        "when split along the sequence, this model gives different outputs; the first one that differs comes from "
+        f"{name}.",
         cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
         "counts positions itself",
         hint="F.scaled_dot_product_attention in it (transformers: attn_implementation='sdpa'), positions from "

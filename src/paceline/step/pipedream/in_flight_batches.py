@@ -36,7 +36,7 @@ class InFlightBatch:
 
 @dataclass(kw_only=True)
 class InFlightMicrobatch:
-    """A microbatch whose forward this stage has not run yet. If `num_samples` is 0, it is a stand-in of weight zero."""
+    """A microbatch of a batch in flight, until this stage runs its forward. `num_samples` 0 means weight zero."""
 
     batch: InFlightBatch
     index: int

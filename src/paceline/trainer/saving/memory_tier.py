@@ -56,8 +56,9 @@ class MemoryTier:
         self.next_step = step + self._interval if self._every is None else (step // self._every + 1) * self._every
 
     def save(self, *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any]) -> list[Event]:
-        """Save the current state, if that is cheap enough already. Every rank calls this at `next_step`.
+        """Save the current state. Every rank calls this at `next_step`.
 
+        Without `every`, the first call saves nothing: it only derives the interval, from the time of the steps so far.
         A save that fails turns this tier off, and the run continues. Return a note about that.
         """
         if self._every is None and self._save_seconds is None:
@@ -84,7 +85,7 @@ class MemoryTier:
         return []
 
     def _choose_next_step(self, step: int, *, seconds: float) -> None:
-        """Choose the step of the next save, which takes `seconds`, from the time since the last choice."""
+        """Choose the step of the next save from its duration in `seconds` and the mean time of the last steps."""
         first_step, start_time = self._interval_start
         step_seconds = (time.perf_counter() - start_time) / max(1, step - first_step)
         num_steps = max(1, math.ceil(seconds / (_MAX_SHARE * max(step_seconds, 1e-6))))

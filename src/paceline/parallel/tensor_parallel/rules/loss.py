@@ -93,7 +93,7 @@ def _compute_dtype(x: ShardPropagatingTensor) -> torch.dtype:
 
 
 def _result_dtype(x: ShardPropagatingTensor, *, is_loss: bool = True) -> torch.dtype:
-    """Return the dtype of the function's result. Inside autocast it is float32, on CPU only if it is a loss."""
+    """Return the dtype of the function's result. Autocast makes it float32, except for softmax on CPU."""
     device = x.local.device.type
     has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
     uses_float32 = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
