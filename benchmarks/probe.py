@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sites import ADDRESSES, ENDS, PORT, SPACES, line
 
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, Rates
 from paceline.planner.hardware.timing_curve import TimingCurve
 from paceline.profiling.machine_benchmarks.machine_benchmark import (

@@ -180,15 +180,15 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
 
 
 def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.checkpoint.files import two_phase_commit as writing
+    from paceline.filesystem import disk_full
 
-    monkeypatch.setattr(writing, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(disk_full, "_SPARE_BYTES", 0)
     held = pair(2, 0)
     stored = open_checkpoint(save(tmp_path / "a", held, 2)).files.values()
     needed = sum(piece.entry.num_bytes for each in stored for name in each for piece in each.shards(name))
-    monkeypatch.setattr(writing, "free_bytes", lambda folder: needed)
+    monkeypatch.setattr(disk_full, "free_bytes", lambda folder: needed)
     save(tmp_path / "b", held, 2)
-    monkeypatch.setattr(writing, "free_bytes", lambda folder: needed - 1)
+    monkeypatch.setattr(disk_full, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(SaveError, match=r"a checkpoint needs \S+ \S+ and \S+ \S+ to spare, .* are free"):
         save(tmp_path / "c", held, 2)
     assert find_newest_usable(tmp_path / "c")[0] is None

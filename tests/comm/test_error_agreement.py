@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import os
-from paceline.comm.collective_errors import all_ranks_arrive
+from paceline.comm.timed_barrier import all_ranks_arrive
 from paceline.comm.process_group import LaunchInfo, World
 world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
 alone = world.rank == 0 and all_ranks_arrive(world, "what the first has met alone", seconds=1.0)

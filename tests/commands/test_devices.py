@@ -6,7 +6,7 @@ import pytest
 
 from paceline.commands.common.devices import choose_ranks
 from paceline.errors import PacelineError
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.layout import host_resources as machine
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.profiling.backends import available_backends

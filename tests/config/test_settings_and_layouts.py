@@ -21,7 +21,7 @@ from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
 from paceline.faults import Fault, parse_faults
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.mesh import AXIS_ORDER, Mesh, layout_label, nearest_meshes, resolve_mesh
 

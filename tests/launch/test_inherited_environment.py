@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from paceline.comm.process_group import LaunchInfo
-from paceline.launch.environments import detect_world
 from paceline.launch.inherited_environment import (
     OWNER_VARIABLE,
     attempt_folder,
@@ -15,6 +14,7 @@ from paceline.launch.inherited_environment import (
     mark_rank_variables_as_own,
     own_environ,
 )
+from paceline.launch.launcher_variables import detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
 
 OURS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
@@ -82,7 +82,7 @@ def test_it_is_asked_in_the_process_itself(how: str, monkeypatch: pytest.MonkeyP
                 os._exit(detect_world(os.environ) is not None)
             assert os.waitpid(pid, 0)[1] == 0
         else:
-            code = "import os, sys; from paceline.launch.environments import detect_world; sys.exit(detect_world(os.environ) is not None)"
+            code = "import os, sys; from paceline.launch.launcher_variables import detect_world; sys.exit(detect_world(os.environ) is not None)"
             assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     finally:
         del os.environ[OWNER_VARIABLE]

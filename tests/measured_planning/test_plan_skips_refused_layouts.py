@@ -26,7 +26,8 @@ from paceline.measured_planning.choose_layout import ChosenLayout, choose_layout
 from paceline.measured_planning.finalist_replay import CandidateChecker
 from paceline.measured_planning.memory_replay import replay
 from paceline.measured_planning.plan_local import ProfiledJob, profile_for_plan
-from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, MORE_SAMPLES, fit_batch_scaling
+from paceline.measured_planning.profile.batch_scaling_fit import fit_batch_scaling
+from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, MORE_SAMPLES
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.parse_cluster import parse_cluster

@@ -335,7 +335,7 @@ import os, sys
 from pathlib import Path
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_joined_world
 found = probe_joined_world(detect_world(os.environ), request=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
 print(None if found is None else [(r.busy, r.threads) for r in found.rates], file=sys.stderr)

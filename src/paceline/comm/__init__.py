@@ -9,4 +9,5 @@ Start with `process_group.py`.
 - `process_group.py`: The world: this process's rank and the collectives over all ranks.
 - `rank_threads.py`: Ranks as threads of one process: replicas of the `threads` layout, and ranks that are simulated to
   check a layout.
+- `timed_barrier.py`: A barrier with a time limit, which does not hang if a rank never arrives.
 """

@@ -1,8 +1,6 @@
 """Errors that are raised on every rank if they occur on one rank, so that no rank waits for a failed rank."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from paceline.comm.process_group import World
@@ -40,24 +38,6 @@ def raise_on_all_ranks(world: World, problem: CheckpointError | None) -> None:
             kind = SaveError if error["error"] == SaveError.__name__ else CheckpointError
             where = error["where"] if rank == 0 else f"{error['where']} (rank {rank})"
             raise kind(error["what"], where=where, cause=error["cause"], hint=error["hint"])
-
-
-def all_ranks_arrive(world: World, label: str, *, seconds: float = 5.0) -> bool:
-    """Return whether every rank calls this function with the same `label` within `seconds`.
-
-    Unlike a barrier, this does not hang if a rank never calls it. If the store can't be reached, return False.
-    """
-    if world.group is None:
-        return True
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # a restart uses the same store, with old keys
-    keys = [f"met/{attempt}/{label}/{rank}" for rank in range(world.world_size)]
-    try:
-        store = world.connect_store()
-        store.set(keys[world.rank], "")
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # torch's store errors are subclasses
-        return False
-    return True
 
 
 def first_value_per_key(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.temporary_folders import scratch_folder
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_checkpoint, read_task

@@ -31,7 +31,7 @@ from paceline.config.task import Task
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
 from paceline.filesystem.atomic_files import check_writable, report_write_errors
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.hardware.local_cluster import available_memory

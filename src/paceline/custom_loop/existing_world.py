@@ -9,7 +9,7 @@ import torch.distributed as dist
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.settings import Settings
 from paceline.errors import PacelineError, raise_all
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend
 from paceline.planner.layout.host_resources import visible_gpus

@@ -1,4 +1,4 @@
-"""Explanations of disk errors: the cause of each, and a hint."""
+"""The free space that a save needs, and explanations of disk errors: the cause of each, and a hint."""
 
 import errno
 import os
@@ -11,6 +11,7 @@ from paceline.errors import SaveError
 from paceline.filesystem.atomic_files import free_bytes
 
 _SMALL_FILE_BYTES = 16 << 10
+_SPARE_BYTES = 16 << 20  # a save needs this much free space beyond its tensors
 _CAUSES = {  # cause and hint, by error number
     errno.EROFS: ("the disk is read-only", "--run-dir on a writable disk"),
     errno.EACCES: ("you have no permission to write there", "chmod or chown it, or --run-dir in a writable folder"),
@@ -78,3 +79,20 @@ def _has_no_inodes(folder: Path) -> bool:
         folder = folder.parent
     stats = os.statvfs(folder)
     return stats.f_files > 0 and stats.f_favail == 0
+
+
+def require_free_space(folder: Path, num_bytes: int) -> None:
+    """Check that the disk has room for a checkpoint with tensors of `num_bytes` bytes.
+
+    Raises:
+        SaveError: the disk has not enough free space.
+    """
+    needed = num_bytes + _SPARE_BYTES
+    free = free_bytes(folder)
+    if free < needed:
+        raise SaveError(
+            f"a checkpoint needs {format_size(num_bytes)} and {format_size(_SPARE_BYTES)} to spare, "
+            f"but {format_size(free)} are free.",
+            where=str(folder),
+            hint="free some space, or --run-dir on another disk; older checkpoints are unchanged",
+        )

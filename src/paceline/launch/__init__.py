@@ -2,13 +2,13 @@
 
 Start with `launcher.py`.
 
-- `environments.py`: Detection of a world that another launcher started, from the variables of torchrun, Open MPI, Slurm
-  or MPICH.
 - `inherited_environment.py`: Ownership of the environment variables that describe a rank, such as RANK and WORLD_SIZE.
 - `launcher.py`: The launcher: runs the attempts of a run one after the other, and returns how the last one ended.
+- `launcher_variables.py`: Detection of a world that another launcher started, from the variables of torchrun, Open MPI,
+  Slurm or MPICH.
 - `rendezvous.py`: Rendezvous on one machine for launchers that offer none: rank 0 listens, and writes its port to a
   file.
-- `scheduler_job.py`: The run of a scheduler's job: a job that is started again finds the run that it began before.
+- `requeued_run.py`: The run of a scheduler's job: a job that is started again finds the run that it began before.
 - `agent/`: The supervisor that starts, watches and ends the ranks of one machine, and the main function of a rank.
 - `failures/`: Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out.
 """

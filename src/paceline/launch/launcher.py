@@ -20,14 +20,14 @@ from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
-from paceline.launch.agent.run_state_machine import (
+from paceline.launch.agent.restart_policy import (
     DEFAULT_RESTARTS,
     Action,
     AttemptEnded,
     EndRun,
     PrintLine,
+    RestartPolicy,
     RunRequested,
-    RunStateMachine,
     StartAttempt,
     StopRequested,
     TimePassed,
@@ -156,10 +156,10 @@ def _run_attempts(
     stop_requests: StopRequests,
     on_start: Callable[[Path], Callable[[], None]] | None,
 ) -> LaunchOutcome:
-    """Carry out the actions of the run's state machine, and return the outcome of the last attempt."""
+    """Carry out the actions of the restart policy, and return the outcome of the last attempt."""
     start_time = time.monotonic()
-    machine = RunStateMachine()
-    actions = deque[Action](machine.handle(_run_requested(request)))
+    policy = RestartPolicy()
+    actions = deque[Action](policy.handle(_run_requested(request)))
     outcome: LaunchOutcome | None = None
     end: AttemptEnded | None = None
     num_restarts = 0
@@ -167,7 +167,7 @@ def _run_attempts(
         if not actions:  # the next attempt is due later
             time.sleep(_POLL_SECONDS)
             event = StopRequested() if stop_requests.count else TimePassed(time=time.monotonic())
-            actions += machine.handle(event)
+            actions += policy.handle(event)
             continue
         action = actions.popleft()
         if isinstance(action, PrintLine):
@@ -184,8 +184,8 @@ def _run_attempts(
                 continue
             end = _attempt_ended(request, outcome)
             if stop_requests.count:
-                actions += machine.handle(StopRequested())
-            actions += machine.handle(end)
+                actions += policy.handle(StopRequested())
+            actions += policy.handle(end)
         else:
             assert outcome is not None
             seconds = time.monotonic() - start_time

@@ -17,9 +17,9 @@ from typing import Any
 from paceline.errors import MachineError, UsageError
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.run_lock import is_holder_alive, this_process
-from paceline.launch.environments import JoinedWorld, is_loopback
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import drop_inherited, mark_rank_variables_as_own
+from paceline.launch.launcher_variables import JoinedWorld, is_loopback
 
 _WAIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0

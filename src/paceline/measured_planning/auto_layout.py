@@ -22,10 +22,10 @@ from paceline.console.formatting import format_duration, format_size
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.environments import detect_world
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
+from paceline.launch.launcher_variables import detect_world
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, LayoutForecast
 from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine

@@ -2,12 +2,12 @@
 
 Start with `entrypoints.py`.
 
-- `batch_guard.py`: A guard that gives each batch of a run one step, although the user may write several loops one after
-  another.
 - `entrypoints.py`: Entry points that each rank runs for `train` and `evaluate`.
 - `fault_injection.py`: Injection of faults that change the numbers of a step: a loss that is not finite or too large, a
   wrong weight.
 - `loop.py`: The training loop: run steps, log them, and evaluate, save or stop when due.
+- `one_step_per_batch.py`: A guard that gives each batch of a run one step, although the user may write several loops
+  one after another.
 - `parameter_server_worker.py`: A parameter server's worker: it leases a share of a batch, computes the share's
   gradient, and pushes the gradient.
 - `random_access_reading.py`: Read any part of any batch.

@@ -19,7 +19,6 @@ from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
-from paceline.trainer.batch_guard import BatchGuard
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
@@ -29,6 +28,7 @@ from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
 from paceline.trainer.fault_injection import inject_training_fault
+from paceline.trainer.one_step_per_batch import BatchGuard
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.saving.checkpointer import Checkpointer
 from paceline.trainer.saving.memory_tier import MemoryTier

@@ -11,12 +11,8 @@ from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, STAGING_PREFIX, remove_leftovers, step_name
 from paceline.checkpoint.files.manifest import Files
-from paceline.console.formatting import format_size
-from paceline.errors import SaveError
-from paceline.filesystem.atomic_files import free_bytes, sync_folder, write_text
-from paceline.filesystem.disk_full import convert_to_save_error
-
-_SPARE_BYTES = 16 << 20  # a save needs this much free space beyond its tensors
+from paceline.filesystem.atomic_files import sync_folder, write_text
+from paceline.filesystem.disk_full import convert_to_save_error, require_free_space
 
 
 def total_bytes(files: Files) -> int:
@@ -34,7 +30,7 @@ def create_staging_folder(folder: Path, *, step: int, num_bytes: int) -> Path:
     with convert_to_save_error(f"step {step}", folder):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        _check_space(folder, num_bytes)
+        require_free_space(folder, num_bytes)
         staging.mkdir()
     return staging
 
@@ -62,15 +58,3 @@ def commit_checkpoint(folder: Path, staging: Path, *, step: int) -> Path:
     sync_folder(folder)
     write_text(folder / LATEST, final.name + "\n")
     return final
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
-    needed = num_bytes + _SPARE_BYTES
-    free = free_bytes(folder)
-    if free < needed:
-        raise SaveError(
-            f"a checkpoint needs {format_size(num_bytes)} and {format_size(_SPARE_BYTES)} to spare, "
-            f"but {format_size(free)} are free.",
-            where=str(folder),
-            hint="free some space, or --run-dir on another disk; older checkpoints are unchanged",
-        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.console.formatting import did_you_mean, plural
 from paceline.errors import PacelineError, UsageError
 from paceline.faults import Fault
-from paceline.launch.environments import JoinedWorld
+from paceline.launch.launcher_variables import JoinedWorld
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import usable_cores, visible_gpus
 

@@ -10,7 +10,7 @@ from paceline.config.merge_settings import RequestedSettings, merge
 from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, raise_all
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.reporting.sinks.sink_registry import missing_sink_errors
 from paceline.run_folder.run_folder import ROOT, choose_run
 

@@ -28,7 +28,6 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.environments import JoinedWorld, detect_world
 from paceline.launch.failures.failure_record import Failure, failure_from_exception
 from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report_failure
 from paceline.launch.launcher import (
@@ -42,8 +41,9 @@ from paceline.launch.launcher import (
     start,
     torch_imported_error,
 )
+from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.launch.scheduler_job import current_scheduler_jobs, find_or_create_run
+from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.compression_checks import refuse_compression
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores

@@ -8,7 +8,7 @@ from paceline.commands.common.devices import choose_device
 from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
-from paceline.launch.environments import JoinedWorld
+from paceline.launch.launcher_variables import JoinedWorld
 from paceline.run_folder.run_folder import RunFolder
 
 

@@ -10,12 +10,12 @@ Start with `supervisor.py`.
 - `launcher_death.py`: Parent-death signals: ranks die with a killed launcher, so that none continues to train in the
   run folder.
 - `malloc_settings.py`: Settings of malloc that control whether the C library keeps freed memory.
+- `parameter_server_processes.py`: Restart of lost workers: when servers hold the weights, a killed worker is restarted
+  while the others continue.
 - `process_exit.py`: Process exit: joins the job's threads, runs its exit functions and closes its files, as Python
   itself would.
-- `respawn.py`: Restart of lost workers: when servers hold the weights, a killed worker is restarted while the others
-  continue.
-- `run_state_machine.py`: The decisions about a run: when an attempt starts, when a failed one is followed by another,
-  and how the run ends.
+- `restart_policy.py`: The decisions about a run: when an attempt starts, when a failed one is followed by another, and
+  how the run ends.
 - `shared_status.py`: The memory that a rank shares with its supervisor: heartbeats, the failure text, the exit code and
   a request to stop.
 - `signals.py`: Signal handling in a worker: the first signal asks for a clean stop, a second ends the process at once.

@@ -26,7 +26,7 @@ from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import kill_group_members, start_cleanup_process
 from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, INHERITED_HANDLES, MEMORY_FOLDER
-from paceline.launch.agent.respawn import RespawningWorkers
+from paceline.launch.agent.parameter_server_processes import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
 from paceline.launch.agent.socket_paths import short_temporary_folder

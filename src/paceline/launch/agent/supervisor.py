@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
 from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, ForkserverClient
-from paceline.launch.agent.respawn import CLEAN_EXIT_CODES
+from paceline.launch.agent.parameter_server_processes import CLEAN_EXIT_CODES
 from paceline.launch.agent.shared_status import read_end, read_heartbeat, write_stop
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.failures.failure_record import (

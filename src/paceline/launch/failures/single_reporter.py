@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.filesystem.run_lock import process_start_time
-from paceline.launch.environments import detect_world
+from paceline.launch.launcher_variables import detect_world
 from paceline.launch.rendezvous import user_folder
 
 _LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world at a time

@@ -2,10 +2,12 @@
 
 Start with `profile_job.py`.
 
+- `batch_scaling_fit.py`: Fit how a measured cost depends on the number of samples and on their length: fixed, linear
+  and quadratic terms.
 - `probe_job.py`: Prepare a job for profiling: build its model once, and use its largest sample as every sample.
 - `profile_job.py`: Profile a job's model for the planner: trace it on fake tensors.
 - `recompute_profile.py`: Profile the activation memory of each part of a model, by policy of activation checkpointing
   and tp size.
-- `sample_batches.py`: Read sample batches for profiling a model, and fit how a cost depends on the size of a batch.
+- `sample_batches.py`: Read sample batches for profiling a model, with different numbers and lengths of samples.
 - `truncated_model.py`: Truncate models for profiling: build a model once, and keep few of its equal blocks.
 """

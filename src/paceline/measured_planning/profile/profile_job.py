@@ -14,11 +14,11 @@ from paceline.config.settings import Settings
 from paceline.errors import LayoutError, PacelineError, one_line_message
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory, trim_heap
+from paceline.measured_planning.profile.batch_scaling_fit import fit_batch_scaling
 from paceline.measured_planning.profile.recompute_profile import recompute_profiles
 from paceline.measured_planning.profile.sample_batches import (
     FEW_SAMPLES,
     MORE_SAMPLES,
-    fit_batch_scaling,
     make_profiling_plan,
     read_samples,
     sequence_length,

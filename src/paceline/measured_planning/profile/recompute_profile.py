@@ -9,10 +9,10 @@ import torch
 from paceline.config.settings import Settings
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory, trim_heap
+from paceline.measured_planning.profile.batch_scaling_fit import fit_batch_scaling
 from paceline.measured_planning.profile.sample_batches import (
     FEW_SAMPLES,
     MORE_SAMPLES,
-    fit_batch_scaling,
     make_profiling_plan,
     read_samples,
     sequence_length,

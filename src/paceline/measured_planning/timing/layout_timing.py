@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.collective_errors import all_ranks_arrive
 from paceline.comm.process_group import LaunchInfo, World
+from paceline.comm.timed_barrier import all_ranks_arrive
 from paceline.data.types import StepInput
 from paceline.errors import DataError, JobError, PacelineError, one_line_message
 from paceline.job import Job

@@ -9,8 +9,9 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.console.escaping import encodable_job_output
 from paceline.console.formatting import format_metric
-from paceline.console.output import encodable_job_output, take_dropped_note, write_safely
+from paceline.console.output import take_dropped_note, write_safely
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import TRACEBACK_MARKER

@@ -20,9 +20,9 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
-from paceline.launch.environments import detect_world
 from paceline.launch.inherited_environment import attempt_folder
-from paceline.launch.scheduler_job import current_scheduler_jobs, find_or_create_run
+from paceline.launch.launcher_variables import detect_world
+from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.profiling.backends import available_backends

@@ -5,8 +5,8 @@ import os
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paceline.launch.agent import respawn as served
-from paceline.launch.agent.respawn import RespawningWorkers
+from paceline.launch.agent import parameter_server_processes as served
+from paceline.launch.agent.parameter_server_processes import RespawningWorkers
 from paceline.verification.reference.parameter_server import wait_for_instruction
 
 

@@ -14,7 +14,7 @@ from paceline.config.task import Task
 from paceline.errors import MachineError, UsageError
 from paceline.filesystem.run_lock import this_process
 from paceline.launch import rendezvous as meet
-from paceline.launch.environments import JoinedWorld, detect_world
+from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.trainer.script_restart import script_command
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}

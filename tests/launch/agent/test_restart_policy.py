@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ExitCode
-from paceline.launch.agent.run_state_machine import (
+from paceline.launch.agent.restart_policy import (
     Action,
     AttemptEnded,
     EndRun,
     PrintLine,
+    RestartPolicy,
     RunRequested,
-    RunStateMachine,
     StartAttempt,
     StopRequested,
     TimePassed,
@@ -22,11 +22,11 @@ KILL = Failure(rank=2, kind="signal", message="SIGKILL (killed from outside: ...
 BUG = Failure(rank=1, kind="ValueError", message="bad sample", step=118, is_users_own=True)
 
 
-def started(*, can_restart: bool = True, max_restarts: int = 3) -> RunStateMachine:
-    machine = RunStateMachine()
+def started(*, can_restart: bool = True, max_restarts: int = 3) -> RestartPolicy:
+    policy = RestartPolicy()
     requested = RunRequested(can_restart=can_restart, max_restarts=max_restarts)
-    assert machine.handle(requested) == [StartAttempt()]
-    return machine
+    assert policy.handle(requested) == [StartAttempt()]
+    return policy
 
 
 def end(
@@ -58,57 +58,57 @@ def test_a_command_that_saves_nothing_is_not_restarted() -> None:
 @pytest.mark.parametrize("told", [False, True])
 def test_no_restart_where_the_setting_is_zero(told: bool) -> None:
     """The setting of the command, or the one of the job, which only the ranks know."""
-    machine = started(max_restarts=3 if told else 0)
-    assert machine.handle(replace(end(KILL), max_restarts=0 if told else None)) == [EndRun()]
+    policy = started(max_restarts=3 if told else 0)
+    assert policy.handle(replace(end(KILL), max_restarts=0 if told else None)) == [EndRun()]
 
 
 def test_restarts_without_a_new_checkpoint_wait_longer_and_longer_and_then_stop() -> None:
-    machine, now, waits = started(max_restarts=5), 0.0, []
+    policy, now, waits = started(max_restarts=5), 0.0, []
     for _ in range(5):
-        actions = machine.handle(end(KILL, time=now))
+        actions = policy.handle(end(KILL, time=now))
         begun = now
         while not isinstance(actions[-1], StartAttempt):
             assert all(isinstance(action, PrintLine) for action in actions)
             now += 0.5
-            actions = machine.handle(TimePassed(time=now)) or actions[:1]
+            actions = policy.handle(TimePassed(time=now)) or actions[:1]
         waits.append(now - begun)
     assert waits == [0.0, 0.0, 1.0, 2.0, 4.0]
-    (last,) = machine.handle(end(KILL, time=now))
+    (last,) = policy.handle(end(KILL, time=now))
     assert isinstance(last, EndRun) and "5 restarts without a new checkpoint" in last.reason
 
 
 def test_a_new_checkpoint_makes_all_restarts_available_again() -> None:
-    machine = started(max_restarts=1)
+    policy = started(max_restarts=1)
     for saved in range(100, 2000, 100):
-        assert machine.handle(end(KILL, saved=saved)) == [StartAttempt(after=KILL)]
-    assert is_over(machine.handle(end(KILL, saved=1900)))
+        assert policy.handle(end(KILL, saved=saved)) == [StartAttempt(after=KILL)]
+    assert is_over(policy.handle(end(KILL, saved=1900)))
 
 
 def test_an_older_newest_checkpoint_is_no_progress() -> None:
     """A damaged one was passed over, and the run saved at an earlier step again."""
-    machine = started(max_restarts=1)
-    assert machine.handle(end(KILL, saved=200)) == [StartAttempt(after=KILL)]
-    assert is_over(machine.handle(end(KILL, saved=100)))
+    policy = started(max_restarts=1)
+    assert policy.handle(end(KILL, saved=200)) == [StartAttempt(after=KILL)]
+    assert is_over(policy.handle(end(KILL, saved=100)))
 
 
 def test_the_job_s_own_error_is_tried_once_more_and_then_shown() -> None:
-    machine = started()
-    assert machine.handle(end(BUG)) == [StartAttempt(after=BUG)]
-    (last,) = machine.handle(end(replace(BUG, rank=3), saved=110))
+    policy = started()
+    assert policy.handle(end(BUG)) == [StartAttempt(after=BUG)]
+    (last,) = policy.handle(end(replace(BUG, rank=3), saved=110))
     assert isinstance(last, EndRun) and "same error at step 118" in last.reason
 
 
 def test_a_crash_of_native_code_at_the_same_step_is_the_job_s_own_error() -> None:
-    crash, machine = replace(KILL, message="SIGSEGV (a crash in native code)"), started()
-    assert machine.handle(end(crash)) == [StartAttempt(after=crash)]
-    assert is_over(machine.handle(end(crash)))
+    crash, policy = replace(KILL, message="SIGSEGV (a crash in native code)"), started()
+    assert policy.handle(end(crash)) == [StartAttempt(after=crash)]
+    assert is_over(policy.handle(end(crash)))
 
 
 def test_an_error_at_another_step_or_with_another_text_is_another_error() -> None:
     for other in (replace(BUG, step=119), replace(BUG, message="another")):
-        machine = started()
-        machine.handle(end(BUG))
-        assert machine.handle(end(other)) == [StartAttempt(after=other)]
+        policy = started()
+        policy.handle(end(BUG))
+        assert policy.handle(end(other)) == [StartAttempt(after=other)]
 
 
 @pytest.mark.parametrize(("step", "start"), [(0, 0), (1, 0), (101, 100)])
@@ -118,9 +118,9 @@ def test_an_error_before_any_step_is_complete_is_shown_at_once(step: int, start:
 
 def test_an_error_outside_of_a_step_is_tried_once_more() -> None:
     """As of a script's own code between two steps, which says no step."""
-    machine, outside = started(), replace(BUG, step=0)
-    assert machine.handle(end(outside)) == [StartAttempt(after=outside)]
-    (last,) = machine.handle(end(outside))
+    policy, outside = started(), replace(BUG, step=0)
+    assert policy.handle(end(outside)) == [StartAttempt(after=outside)]
+    (last,) = policy.handle(end(outside))
     assert isinstance(last, EndRun) and "the same error after step 117" in last.reason
 
 
@@ -133,9 +133,9 @@ WORDS_WITH_NUMBERS = {
 @pytest.mark.parametrize("kind", WORDS_WITH_NUMBERS)
 def test_process_ids_and_times_make_no_other_error(kind: str) -> None:
     first, second = (replace(BUG, kind=kind, message=message) for message in WORDS_WITH_NUMBERS[kind])
-    machine = started()
-    assert machine.handle(end(first)) == [StartAttempt(after=first)]
-    assert is_over(machine.handle(end(second)))
+    policy = started()
+    assert policy.handle(end(first)) == [StartAttempt(after=first)]
+    assert is_over(policy.handle(end(second)))
 
 
 @pytest.mark.parametrize("kind", ["NonFiniteError", "SaveError", "MissedFaultError"])
@@ -166,16 +166,16 @@ def test_a_cause_outside_the_job_is_tried_again_even_before_the_first_step(failu
 
 
 def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_one() -> None:
-    machine = started()
-    assert machine.handle(StopRequested()) == []
-    assert machine.handle(end(KILL)) == [EndRun(reason="Not restarted: a stop was requested.")]
-    machine = started()
+    policy = started()
+    assert policy.handle(StopRequested()) == []
+    assert policy.handle(end(KILL)) == [EndRun(reason="Not restarted: a stop was requested.")]
+    policy = started()
     for _ in range(2):
-        assert machine.handle(end(KILL)) == [StartAttempt(after=KILL)]
-    (wait,) = machine.handle(end(KILL))
+        assert policy.handle(end(KILL)) == [StartAttempt(after=KILL)]
+    (wait,) = policy.handle(end(KILL))
     assert isinstance(wait, PrintLine) and "restarting in 1 s (restart 3 of 3" in wait.text
-    assert machine.handle(TimePassed(time=0.9)) == []
-    assert machine.handle(StopRequested()) == [EndRun(reason="Not restarted: a stop was requested.")]
+    assert policy.handle(TimePassed(time=0.9)) == []
+    assert policy.handle(StopRequested()) == [EndRun(reason="Not restarted: a stop was requested.")]
 
 
 @pytest.mark.parametrize(("failure", "text"), [

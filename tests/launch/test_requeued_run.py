@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.scheduler_job import RECORD, SchedulerJob, detect_scheduler_jobs, find_or_create_run
+from paceline.launch.requeued_run import RECORD, SchedulerJob, detect_scheduler_jobs, find_or_create_run
 
 SLURM = {"SLURM_JOB_ID": "77"}
 REQUEUED = {**SLURM, "SLURM_RESTART_COUNT": "1"}

@@ -1,6 +1,6 @@
 """The decisions about a run: when an attempt starts, when a failed one is followed by another, and how the run ends.
 
-`RunStateMachine.handle(event)` returns the actions to carry out. It reads no clock and starts no process, so that tests
+`RestartPolicy.handle(event)` returns the actions to carry out. It reads no clock and starts no process, so that tests
 can call it with any sequence of events. `launcher.start` carries out the actions.
 """
 
@@ -90,7 +90,7 @@ Event = RunRequested | AttemptEnded | StopRequested | TimePassed
 Action = StartAttempt | PrintLine | EndRun
 
 
-class RunStateMachine:
+class RestartPolicy:
     """The state of one run, between its attempts and during them."""
 
     def __init__(self) -> None:
