@@ -186,7 +186,7 @@ def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
 
 def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     """All were to be timed here, and two were refused for the same: nothing is asked of the third."""
-    found, why = learnt("norms"), "when split along the sequence, this model gives different outputs"
+    found, why = learnt("norms"), "this model gives different outputs if it is split along the sequence"
     forecast = CostModel(profile=replace(found.profile, refused={}), cluster=parse_cluster("2xA100-80G"))
     lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(reason=why) for size in (2, 4, 8)}
     rehearsal = CandidateChecker(ready=found.ready, original=found.original)

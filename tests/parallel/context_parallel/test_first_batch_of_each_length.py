@@ -33,7 +33,7 @@ def test_a_second_length_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
     told = try_pair(task, make=make, folder=tmp_path)
     first = told.text.splitlines()[0]
     assert told.state == "refused" and first.startswith(
-        "at a length of 16, which differs from the first batch, split along"
+        "at a length of 16, which differs from the first batch, this model gives different outputs"
     ), told
     assert stands(first, patterns()) and "to do:" in told.text
 

@@ -300,7 +300,7 @@ def _first_different_module(
 
 def _different_outputs_error(name: str) -> LayoutError:
     return LayoutError(
-        "when split along the sequence, this model gives different outputs; the first one that differs comes from "
+        "this model gives different outputs if it is split along the sequence; the first one that differs comes from "
         f"{name}.",
         cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
         "counts positions itself",
