@@ -14,7 +14,7 @@ import paceline as pl
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.settings import Settings
 from paceline.errors import JobError, UsageError
-from paceline.measured_planning.profile.probe_job import make_search_space, prepare_for_profiling
+from paceline.measured_planning.profile.prepare_profiling import make_search_space, prepare_for_profiling
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.trainer.setup.prepare import prepare

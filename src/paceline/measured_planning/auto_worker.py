@@ -21,7 +21,7 @@ from paceline.measured_planning.choose_layout import choose_layout
 from paceline.measured_planning.finalist_replay import CandidateChecker
 from paceline.measured_planning.plan_cache import store_plan
 from paceline.measured_planning.plan_local import profile_for_plan
-from paceline.measured_planning.profile.probe_job import make_search_space
+from paceline.measured_planning.profile.prepare_profiling import make_search_space
 from paceline.measured_planning.timing.timing_cache import load_timings
 from paceline.planner.advice.recommendations import Advice
 from paceline.planner.cost.cost_model import CostModel

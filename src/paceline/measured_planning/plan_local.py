@@ -9,7 +9,7 @@ from typing import Any
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError, PacelineError, one_line_message, user_line
 from paceline.launch.failures.oom_detection import freeze_existing_objects, is_out_of_memory
-from paceline.measured_planning.profile.probe_job import make_search_space, prepare_for_profiling
+from paceline.measured_planning.profile.prepare_profiling import make_search_space, prepare_for_profiling
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
 from paceline.measured_planning.timing.layout_timing import can_truncate_blocks, time_layouts

@@ -19,7 +19,7 @@ from paceline.measured_planning.plan_local import (
     plan_local_layouts,
     profile_for_plan,
 )
-from paceline.measured_planning.profile.probe_job import make_search_space
+from paceline.measured_planning.profile.prepare_profiling import make_search_space
 from paceline.measured_planning.timing import timing_cache
 from paceline.planner.advice.named_layouts import NamedLayouts
 from paceline.planner.advice.numeric_options import find_numerics_options, option_lines
