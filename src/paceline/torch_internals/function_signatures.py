@@ -4,8 +4,8 @@ torch accepts `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and
 arguments by name with this module, so that they support all of these forms.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -144,17 +144,36 @@ class Parameter:
         """Return whether the parameter accepts this value; it always accepts its default."""
         return self.type_check is None or value is self.default or self.type_check(value)
 
-    def pop_keyword(self, kwargs: dict[str, Any]) -> Any:
-        """Remove and return the value given by keyword, or return the default.
-
-        Return `_REQUIRED` if there is neither, or if the value is given under two names.
-        """
+    def find_keyword(self, kwargs: Mapping[str, Any]) -> str | None:
+        """Return the keyword under which the value is given; None if there is none, or more than one."""
         name = self.names[0]
         keys = [key for key in kwargs if key in self.names or _NUMPY_NAMES.get(key) == name]
-        if len(keys) != 1:
-            return _REQUIRED if keys else self.default
-        value = kwargs.pop(keys[0])
-        return _as_tuple([value]) if self.is_variadic else value
+        return keys[0] if len(keys) == 1 else None
+
+
+@dataclass(kw_only=True, slots=True)
+class Binding:
+    """Where the arguments of a call are: each list has the names of parameters, with the positions or the keywords."""
+
+    defaults: dict[str, Any] = field(default_factory=dict)
+    positions: list[tuple[str, int]] = field(default_factory=list)
+    keywords: list[tuple[str, str]] = field(default_factory=list)
+    remaining_positions: list[tuple[str, int]] = field(default_factory=list)
+    """The variadic parameter, if it has the positional arguments from a position on."""
+    variadic_keywords: list[tuple[str, str]] = field(default_factory=list)
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the call by name of parameter."""
+        arguments = self.defaults.copy()
+        for name, position in self.positions:
+            arguments[name] = args[position]
+        for name, keyword in self.keywords:
+            arguments[name] = kwargs[keyword]
+        for name, position in self.remaining_positions:
+            arguments[name] = _as_tuple(args[position:])
+        for name, keyword in self.variadic_keywords:
+            arguments[name] = _as_tuple([kwargs[keyword]])
+        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,30 +183,30 @@ class Signature:
     positional: tuple[Parameter, ...]
     keyword_only: tuple[Parameter, ...]
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return every argument by parameter name, with defaults, or None if the call does not match this form.
-
-        Tensor parallelism calls this for each operation of a step on a sharded tensor, so it has to be fast.
-        """
-        arguments: dict[str, Any] = {}
-        remaining_kwargs = dict(kwargs)
-        num_bound, num_args = 0, len(args)
-        for parameter in self.positional:
-            if num_bound == num_args:
-                value = parameter.pop_keyword(remaining_kwargs) if remaining_kwargs else parameter.default
-            elif parameter.is_variadic:
-                value, num_bound = _as_tuple(args[num_bound:]), num_args
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Binding | None:
+        """Return where the arguments of a call are, or None if the call does not match this form."""
+        binding, num_bound, num_keywords = Binding(), 0, 0
+        for index, parameter in enumerate((*self.positional, *self.keyword_only)):
+            name = parameter.names[0]
+            if num_bound < len(args) and index < len(self.positional):
+                if parameter.is_variadic:
+                    binding.remaining_positions.append((name, num_bound))
+                    num_bound = len(args)
+                else:
+                    binding.positions.append((name, num_bound))
+                    num_bound += 1
+            elif (keyword := parameter.find_keyword(kwargs)) is not None:
+                (binding.variadic_keywords if parameter.is_variadic else binding.keywords).append((name, keyword))
+                num_keywords += 1
+            elif parameter.default is _REQUIRED:
+                return None
             else:
-                value, num_bound = args[num_bound], num_bound + 1
-            if value is _REQUIRED or not parameter.accepts(value):
-                return None
-            arguments[parameter.names[0]] = value
-        for parameter in self.keyword_only:
-            value = parameter.pop_keyword(remaining_kwargs) if remaining_kwargs else parameter.default
-            if value is _REQUIRED or not parameter.accepts(value):
-                return None
-            arguments[parameter.names[0]] = value
-        return None if num_bound < num_args or remaining_kwargs else arguments
+                binding.defaults[name] = parameter.default
+        if num_bound < len(args) or num_keywords < len(kwargs):
+            return None
+        arguments = binding.arguments(args, kwargs)
+        accepted = (p.accepts(arguments[p.names[0]]) for p in (*self.positional, *self.keyword_only))
+        return binding if all(accepted) else None
 
 
 def _as_tuple(values: Sequence[Any]) -> Any:
@@ -235,13 +254,29 @@ SIGNATURES = _parse_table()
 """The signatures by function name; a function may have several forms."""
 
 
-def bind_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a call of the named function, by the first name of each parameter.
+_bindings: dict[Any, Binding | None] = {}
+"""The bindings of earlier calls, by function name, types of the arguments, and keywords."""
+_has_sequences: dict[Any, bool] = {}
+"""For types of arguments, whether a tuple or a list is among them."""
 
-    Returns None if the call matches no form in the table, for example because of `out=`.
+
+def bind_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a call of the named function, by the first name of each parameter, with defaults.
+
+    Returns None if the call matches no form in the table, for example because of `out=`. Tensor parallelism calls this
+    for each operation of a step on a sharded tensor, so it has to be fast. Which form matches depends only on the types
+    of the arguments, and of the elements of tuples and lists, so the bindings are remembered by these types.
     """
-    for signature in SIGNATURES[name]:
-        arguments = signature.bind(args, kwargs)
-        if arguments is not None:
-            return arguments
-    return None
+    types = (*map(type, args), *map(type, kwargs.values()))
+    has_sequence = _has_sequences.get(types)
+    if has_sequence is None:
+        has_sequence = _has_sequences[types] = any(issubclass(kind, tuple | list) for kind in types)
+    key = (name, len(args), types, *kwargs)
+    if has_sequence:
+        values = (*args, *kwargs.values())
+        key = (*key, *(tuple(map(type, value)) for value in values if isinstance(value, tuple | list)))
+    if key not in _bindings:
+        found = (signature.bind(args, kwargs) for signature in SIGNATURES[name])
+        _bindings[key] = next((binding for binding in found if binding is not None), None)
+    binding = _bindings[key]
+    return None if binding is None else binding.arguments(args, kwargs)

@@ -47,7 +47,7 @@ class NoRule(Exception):
         self.incompatible_reshape = incompatible_reshape
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # a frozen one would take twice as long to construct, at each operation
 class FunctionCall:
     """A call of a torch function.
 
@@ -148,16 +148,18 @@ class ShardPropagatingTensor(Tensor):
         """Apply a torch function by its sharding rule, or to the full tensors if no rule applies."""
         kwargs = kwargs or {}
         name = function_name(func)
+        group: TensorParallelGroup | None = None
         for value in (*args, *kwargs.values()):
-            if isinstance(value, ShardPropagatingTensor) and value.gathered_tensors:
-                value.refuse_lost_writes()
+            if isinstance(value, ShardPropagatingTensor):
+                group = value.group if group is None else group
+                if value.gathered_tensors:
+                    value.refuse_lost_writes()
         if is_inside_functorch() and not name.startswith("."):
             return _apply_inside_transform(func, args, kwargs, name=name)
         if not torch.is_grad_enabled() and not name.startswith("."):
             _refuse_custom_autograd()
         try:
-            group = next((v.group for v in (*args, *kwargs.values()) if isinstance(v, ShardPropagatingTensor)), None)
-            group = group or find_sharded_tensors(args, kwargs)[0].group
+            group = find_sharded_tensors(args, kwargs)[0].group if group is None else group
             apply = getattr(group, "apply_function", apply_rule)  # the groups of a plan search have `apply_function`
             return apply(func, args, kwargs, name=name)
         except NoRule as no_rule:
