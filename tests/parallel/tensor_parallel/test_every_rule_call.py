@@ -71,6 +71,13 @@ def test_a_rule_that_reads_a_call_wrongly_is_found(monkeypatch: pytest.MonkeyPat
         ("flip", (X, True), {}, None),
         ("transpose", (X, 0), {}, None),
         ("sum", (X, 0), {"dim": 0}, None),
+        # calls whose arguments have equal types, and differ in the types of the elements, or in their place
+        ("sum", (X, (0, 1)), {}, {"dim": (0, 1)}),
+        ("sum", (X, (0.5, 1)), {}, None),
+        ("sum", (X,), {"dim": [0]}, {"dim": [0]}),
+        ("sum", (X,), {"dim": [None, "x"]}, None),
+        ("view", (X, 2, 3), {}, {"size": (2, 3)}),
+        ("view", (X, (2, 3)), {}, {"size": (2, 3)}),
     ],
 )
 def test_a_call_is_read_by_name(name: str, args: tuple[object, ...], kwargs: dict[str, object], given: object) -> None:
