@@ -153,7 +153,7 @@ class Parameter:
 
 @dataclass(kw_only=True, slots=True)
 class Binding:
-    """Where the arguments of a call are: each list has the names of parameters, with the positions or the keywords."""
+    """The places of the arguments of a call: each list has names of parameters, with their positions or keywords."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
     positions: list[tuple[str, int]] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Signature:
     keyword_only: tuple[Parameter, ...]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Binding | None:
-        """Return where the arguments of a call are, or None if the call does not match this form."""
+        """Return the places of the arguments of a call, or None if the call does not match this form."""
         binding, num_bound, num_keywords = Binding(), 0, 0
         for index, parameter in enumerate((*self.positional, *self.keyword_only)):
             name = parameter.names[0]
