@@ -24,3 +24,7 @@ class Traffic:
     """The traffic of one process over all groups, without what torch sends by itself (the gathers of `fully_shard`)."""
 
     sent_bytes: float = 0.0
+    num_operations: int = 0
+    """How many collectives and sends have been started."""
+    last_operation: str = ""
+    """The kind of the one that was started last, a key of `SENT_BYTES_PER_BYTE`."""

@@ -29,6 +29,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   compare RUN RUN     two runs side by side; the first difference of two recordings
   compare JOB --layouts A B   layouts of a job side by side: time, memory, bytes sent, losses
   report [RUN]        write a run's page
+  why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
   ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 

@@ -136,7 +136,20 @@ class NonFiniteError(RunError):
 
 
 class DesyncError(RunError):
-    """Replicas that must be equal are not."""
+    """Replicas that must be equal are not.
+
+    `ranks` has the ranks whose copy is wrong, if a majority of equal copies shows that. `copies` describes an element
+    of the weights whose copies differ (`DifferingCopies`), if the weights differ.
+    """
+
+    ranks: tuple[int, ...] = ()
+    copies: Mapping[str, object] | None = None
+
+    @override
+    def as_json(self) -> dict[str, object]:  # type: ignore[override]
+        """Return the error with the ranks whose copy is wrong, and the copies."""
+        found = {"ranks": list(self.ranks), "copies": self.copies}
+        return {**super().as_json(), **{name: value for name, value in found.items() if value}}
 
 
 class PeerError(RunError):

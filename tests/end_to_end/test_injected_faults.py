@@ -69,3 +69,30 @@ def test_a_rank_without_a_loss_can_have_no_wrong_one(shop: Shop) -> None:
     assert ended.code == 1 and "did not happen: nan rank=0 step=5" in ended.err, ended.text
     ended = shop.train("last", *words, "--faults", "nan rank=1 step=5")
     assert ended.code == 1 and "NonFiniteError" in ended.err.splitlines()[0], ended.text
+
+
+@pytest.mark.parametrize("memory_every", ["0", "1"])
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(0, ("--layout", "ddp")), (1, ("--layout", "ddp")), (2, ("--layout", "dp_replicate=2,dp_shard=2"))],
+)
+def test_a_corrupt_weight_is_rolled_back_and_the_wrong_copy_named(
+    shop: Shop, rank: int, words: tuple[str, ...], memory_every: str
+) -> None:
+    ranks = 4 if "dp_shard=2" in words[1] else 2
+    shared = (*words, "--train.micro_batch_size", "3", "--checkpoint.every", "4", "--train.check_every", "2")
+    shared = (*shared, "--checkpoint.memory_every", memory_every)
+    assert shop.train("whole", *shared, ranks=ranks).code == 0
+    ended = shop.train("run", *shared, "--faults", f"corrupt rank={rank} step=5", ranks=ranks)
+    assert ended.code == 0, ended.text
+    step = 5 if memory_every == "1" else 6  # each save in memory compares the replicas too
+    assert f"from step 4 (disk); {step - 4} step" in ended.text, ended.text
+    assert f"step {step} was computed again: rank {rank} had a wrong copy of " in ended.text, ended.text
+    assert shop.digest("run") == shop.digest("whole")
+
+
+def test_a_majority_names_the_wrong_copy_at_once(shop: Shop) -> None:
+    ended = shop.train("run", "--train.micro_batch_size", "1", "--survive.restarts", "0", "--checkpoint.every", "4",
+                       "--train.check_every", "2", "--faults", "corrupt rank=0 step=5", ranks=3)  # fmt: skip
+    assert ended.code == 1 and ended.err.startswith("FAILED at step 6. First error: rank 0, DesyncError"), ended.text
+    assert "differs on rank 0 from those of most ranks" in ended.err

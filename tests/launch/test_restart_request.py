@@ -45,7 +45,7 @@ def test_it_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
     found = restarted(tmp_path, started_from=0, reached=117, resume=None)
     assert found["resume"] is None
     reason = "rank 1 killed by SIGKILL at step 118"
-    assert found["restart"] == {"reason": reason, "failed_step": 118, "monotonic_ns": 5_000}
+    assert found["restart"] == {"reason": reason, "failed_step": 118, "monotonic_ns": 5_000, "copies": None}
 
 
 def test_a_checkpoint_that_the_user_asked_for_is_asked_for_again_until_it_was_restored(tmp_path: Path) -> None:

@@ -194,11 +194,14 @@ class World:
         return self.rank == 0
 
     def count_sent_bytes(self, kind: str, tensor: torch.Tensor) -> None:
-        """Increase `traffic.sent_bytes` by the bytes that this rank sends in a collective.
+        """Count a collective that this rank is about to start, and the bytes that it sends in it.
 
         `kind` is the kind of the collective, a key of `SENT_BYTES_PER_BYTE`.
         """
-        self.traffic.sent_bytes += self._sent_shares[kind] * tensor.nbytes
+        traffic = self.traffic
+        traffic.sent_bytes += self._sent_shares[kind] * tensor.nbytes
+        traffic.num_operations += 1
+        traffic.last_operation = kind
 
     @cached_property
     def _sent_shares(self) -> dict[str, float]:

@@ -141,6 +141,18 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WhyOptions:
+    """Explain why a run hangs, failed or ended: the rank, the line of your code, and what to do."""
+
+    run: _OptionalPositional = None
+    """A run folder; default: the newest run."""
+    live: bool = False
+    """Repeat every second until the run ends."""
+    json: bool = False
+    """Print the explanation as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Compare runs side by side, or layouts of one job."""
 
@@ -205,6 +217,7 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb(options=EvaluateOptions, run="paceline.commands.evaluate:run_verb"),
     "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
     "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
+    "why": Verb(options=WhyOptions, run="paceline.commands.why:run_verb"),
     "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:run_verb"),
     "config": Verb(options=ConfigOptions, run="paceline.commands.config:run_verb", takes_settings=True),
 }

@@ -18,6 +18,7 @@ EXAMPLES = {
     "evaluate": "paceline evaluate runs/job/NAME --split test",
     "compare": "paceline compare job.py --layouts single ddp --ranks 2",
     "report": "paceline report runs/job/NAME",
+    "why": "paceline why runs/job/NAME",
     "ckpt": "paceline ckpt ls runs/job/NAME",
     "config": "paceline config job.py --train.precision bf16",
 }

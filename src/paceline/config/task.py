@@ -19,6 +19,8 @@ class PreviousFailure:
     reason: str
     failed_step: int
     monotonic_ns: int
+    copies: Mapping[str, Any] | None = None
+    """The copies of a weight that differed between ranks (`DifferingCopies`), if that was the failure."""
 
 
 @dataclass(frozen=True, kw_only=True)

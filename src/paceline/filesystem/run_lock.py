@@ -121,6 +121,18 @@ def is_run_folder_locked(folder: Path) -> bool:
         os.close(handle)
 
 
+def lock_host(folder: Path) -> str:
+    """Return the machine on which the holder of a locked folder runs; empty if the lock file does not say."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        return str(_read_holder(handle).get("host") or "")
+    finally:
+        os.close(handle)
+
+
 def refuse_links(folder: Path) -> None:
     """Raise an error for links in a run folder, through which a run would write to another place.
 

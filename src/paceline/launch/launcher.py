@@ -266,6 +266,7 @@ def _run_attempt(
         stop_requests=stop_requests,
         saves_checkpoints=request.saves_checkpoints,
         silence_timeout=_silence_timeout(request),
+        watches_hangs=not request.servers,
     )
     code, failure = supervisor.run(tick)
     tick()
@@ -309,7 +310,10 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
         options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
         payload["options"] = options
     restart = PreviousFailure(
-        reason=failure.summary, failed_step=failure.step, monotonic_ns=failure.monotonic_ns or time.monotonic_ns()
+        reason=failure.summary,
+        failed_step=failure.step,
+        monotonic_ns=failure.monotonic_ns or time.monotonic_ns(),
+        copies=failure.said.get("copies"),
     )
     earlier = payload.get("restart")
     if earlier is not None and end.reached_step <= end.start_step:

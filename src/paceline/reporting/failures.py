@@ -36,12 +36,13 @@ def show_unreadable_lines(history: History) -> str:
 
 def last_failure(run: RunFolder, *, first_attempt: int) -> dict[str, Any] | None:
     """Return the first failure of the newest training attempt, if the attempt's number is at least `first_attempt`."""
-    training_attempts = [
-        folder
-        for folder in _attempt_folders(run)
-        if _attempt_number(folder) >= first_attempt and _is_training_attempt(folder)
-    ]
-    return read_failures(training_attempts[-1])[0] if training_attempts else None
+    attempt = newest_training_attempt(run)
+    return read_failures(attempt)[0] if attempt is not None and _attempt_number(attempt) >= first_attempt else None
+
+
+def newest_training_attempt(run: RunFolder) -> Path | None:
+    """Return the folder of the newest attempt that trained, or None."""
+    return next((folder for folder in reversed(_attempt_folders(run)) if _is_training_attempt(folder)), None)
 
 
 def _attempt_folders(run: RunFolder) -> list[Path]:
@@ -65,7 +66,7 @@ def show_failures(history: History) -> str:
 
     If the run restarted by itself, the section also says from which step, and after how many seconds.
     """
-    restarts = {restart.attempt: restart for restart in _read_restarts(history)}
+    restarts = {restart.attempt: restart for restart in read_restarts(history)}
     parts = [
         text
         for folder in _attempt_folders(history.run)
@@ -86,7 +87,7 @@ def read_failures(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, A
     return first, other_failures
 
 
-def _read_restarts(history: History) -> list[Restarted]:
+def read_restarts(history: History) -> list[Restarted]:
     """Return the run's restarts; an event that another version wrote differently is left out."""
     restarts = []
     for event in history.events_of_kind(Restarted.__name__):

@@ -19,6 +19,7 @@ from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
+from paceline.trainer.diagnostics.differing_copies import DifferingCopies, name_wrong_copy
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
@@ -61,6 +62,7 @@ class Loop:
         memory_baseline: MemoryBaseline,
         forecast_check: ForecastCheck,
         on_eval_argument: Any = None,
+        differing_copies: DifferingCopies | None = None,
     ) -> None:
         self.setup = setup
         self.cursor = cursor
@@ -85,6 +87,7 @@ class Loop:
         self._next_memory_step = math.inf if memory_tier is None else memory_tier.next_step
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
         self._on_eval_argument = on_eval_argument
+        self._differing_copies = differing_copies
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -342,7 +345,8 @@ class Loop:
         if self._logger.is_stop_requested:
             self.is_stopping, self.stop_reason = True, "signal"
         check_interval = self.setup.settings.train.check_every
-        if step == self._start_step + 1 or (check_interval and step % check_interval == 0):
+        is_recomputed = self._differing_copies is not None and self._differing_copies.step == step
+        if step == self._start_step + 1 or is_recomputed or (check_interval and step % check_interval == 0):
             self._check_replicas()
         if step == self._start_step + 1:
             self.finish_pending()
@@ -368,17 +372,26 @@ class Loop:
         self.finish_pending()
         start_time = time.perf_counter()
         self.setup.step.deferred_finite_check.check_last_step()
+        self._check_replicas()  # a restart must not continue from a wrong copy
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         for event in tier.save(cursor=self.cursor, loader=self.loader, progress=self.progress.as_json()):
             self.event_bus.emit(event)
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:
-        """Compare the replicas, unless this step was already checked or `train.check_every` is 0."""
+        """Compare the replicas, unless this step was already checked or `train.check_every` is 0.
+
+        If their difference in this step has ended the attempt before, name the rank that was wrong.
+        """
         if self.setup.settings.train.check_every and self._last_checked_step != self.cursor.step:
             self.finish_pending()
             check_replicas(self.setup, step=self.cursor.step)
             self._last_checked_step = self.cursor.step
+        if self._differing_copies is not None and self._differing_copies.step == self.cursor.step:
+            text = name_wrong_copy(self.setup, self._differing_copies)
+            self._differing_copies = None
+            if text:
+                self.event_bus.emit(Note(text=text, level="warning"))
 
     def _evaluate_due(self) -> None:
         """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""

@@ -23,6 +23,7 @@ from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.disk_full import convert_to_save_error
+from paceline.launch.agent.rank_activity import activity_reporter
 from paceline.launch.agent.shared_status import open_heartbeat
 from paceline.launch.agent.signals import stop_flag
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
@@ -41,6 +42,7 @@ from paceline.trainer.checks.evaluation_checks import (
     refuse_large_batch,
 )
 from paceline.trainer.checks.lr_schedule_units import schedules_in_epochs
+from paceline.trainer.diagnostics.differing_copies import DifferingCopies
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forecast_supported
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
@@ -151,6 +153,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
     if resume is not None:
         original_run = run_of_checkpoint(requested_checkpoint) if requested_checkpoint is not None else run
         prepared_job = with_saved_microbatches(prepared_job, folder=original_run.path, world=world)
+    activity_reporter.traffic = world.traffic
     memory_baseline = MemoryBaseline.measure()
     with explain_out_of_memory(None, memory_baseline):
         setup = build_training_setup(
@@ -341,6 +344,7 @@ class _SessionBuilder:
             memory_baseline=self.memory_baseline,
             forecast_check=forecast_check,
             on_eval_argument=on_eval_argument,
+            differing_copies=DifferingCopies.from_json(None if task.restart is None else task.restart.copies),
         )
 
     def _total_steps(self, length: Length) -> int | None:

@@ -25,6 +25,7 @@ from paceline.launch.failures.failure_record import (
     read_failure,
 )
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
+from paceline.launch.failures.hang_watch import HangWatch
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
 from paceline.launch.failures.stack_dumps import has_signal_handler, process_state
@@ -76,6 +77,7 @@ class Supervisor:
         stop_requests: StopRequests,
         saves_checkpoints: bool = True,
         silence_timeout: float = DEFAULT_SECONDS,
+        watches_hangs: bool = True,
     ) -> None:
         self._forkserver = forkserver
         self._request = request
@@ -83,9 +85,11 @@ class Supervisor:
         self._stop_requests = stop_requests
         self._saves_checkpoints = saves_checkpoints
         self._silence_timeout = silence_timeout
+        self._watches_hangs = watches_hangs
         self._stop_time: float | None = None
         self._next_message_time = 0.0
         self._watcher: SilenceWatcher | None = None
+        self._hang_watch: HangWatch | None = None
         self._forkserver_check_time = 0.0
         self._failure_time: float | None = None
         self._initial_oom_kills = oom_kill_count()
@@ -96,6 +100,7 @@ class Supervisor:
         if self._saves_checkpoints:
             folder, seconds = self._attempt.folder, self._silence_timeout
             self._watcher = SilenceWatcher(folder, status_fd=self._forkserver.status_fd, seconds=seconds)
+            self._hang_watch = HangWatch(folder) if self._watches_hangs else None
         self._stop_requests.on_request = self._on_stop_request
         if self._num_stop_requests > int(self._saves_checkpoints):  # they came before `on_request` was set
             self._kill()
@@ -203,7 +208,7 @@ class Supervisor:
         self._kill()
 
     def _check_silent_ranks(self) -> None:
-        """Report silent ranks if no rank has failed; end the run if all ranks hang."""
+        """Report hanging and silent ranks if no rank has failed; end the run if all ranks hang."""
         if (
             self._watcher is None
             or self._failure_time is not None
@@ -212,8 +217,9 @@ class Supervisor:
         ):
             return
         notice, failure = self._watcher.check(self._attempt.pids)
-        if notice:
-            print_line(notice, sys.stderr)
+        hang_notice = self._hang_watch.check(self._attempt.pids) if self._hang_watch is not None else ""
+        for text in filter(None, (hang_notice, notice)):
+            print_line(text, sys.stderr)
         if failure is not None:
             self._attempt.failures.append(failure)
             self._kill()

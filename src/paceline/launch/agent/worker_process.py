@@ -17,6 +17,7 @@ from paceline.errors import ExitCode, job_exit_error
 from paceline.launch.agent.launcher_death import die_with_launcher
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
+from paceline.launch.agent.rank_activity import activity_path, activity_reporter
 from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
@@ -46,6 +47,7 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
 
     if status_fd is not None:
         install_stack_handler(status_fd)
+        activity_reporter.start(activity_path(folder, rank))
     poll_stop_request = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
     code, is_completed = _run_guarded(
         run_job, threads=int(request["threads"]), record_failure=record_failure, poll_stop_request=poll_stop_request

@@ -24,6 +24,7 @@ _MAX_BYTES, _MAX_LINE_CHARACTERS = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _DATALOADER_FILE = "/torch/utils/data/dataloader.py"
 _COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
+_LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesystem/", "/paceline/faults.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,13 @@ class Stack:
         """Return whether the process probably waits for other ranks.
 
         This is assumed inside a collective or another exchange with other ranks. It is also assumed if the innermost
-        frame is in Paceline, except for the code that reads data.
+        frame is in Paceline, except for code that works alone: it reads data, writes files or injects faults.
         """
         is_exchanging = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
         innermost_file = self.frames[0].file if self.frames else ""
         return is_exchanging or (
             "/paceline/" in innermost_file
-            and "/paceline/data/" not in innermost_file
+            and not any(part in innermost_file for part in _LOCAL_FILES)
             and not is_user_file(innermost_file)
         )
 

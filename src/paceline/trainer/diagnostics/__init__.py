@@ -2,6 +2,7 @@
 
 Start with `nonfinite_inputs.py`.
 
+- `differing_copies.py`: Copies of a weight that differ between ranks, and the search for the wrong one.
 - `finite_weights.py`: Refuse to save weights that are not finite: the checkpoint would be useless, and would replace a
   good older one.
 - `forecast_check.py`: Compare a run's first steps with its forecast: the highest peak memory of a rank, and the seconds

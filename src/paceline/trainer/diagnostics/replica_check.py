@@ -1,6 +1,8 @@
 """A cheap check that the replicas are equal, made every `train.check_every` steps. It names the first difference."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from typing_extensions import override
 
 from paceline.errors import DesyncError
 from paceline.parallel.module_access.tensor_access import bits_checksum
+from paceline.trainer.diagnostics.differing_copies import read_differing_copies
 from paceline.trainer.saving.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
@@ -19,21 +22,23 @@ _NO_CHECKSUM = torch.zeros((), dtype=torch.int64)
 class ReplicaMismatch:
     """The first tensor that differs between ranks.
 
-    `ranks` are the ranks whose copy of the tensor differs from the copy on the lowest rank. If the tensor is sharded,
-    each shard is compared with the copy on the lowest rank that has the same shard. In total, `num_differing` of
-    `num_tensors` tensors differ.
+    `ranks` are the ranks whose copy of the tensor differs from that of most ranks. If there is no majority, they are
+    the ranks whose copy differs from the one on the lowest rank. If the tensor is sharded, ranks with the same shard
+    are compared. In total, `num_differing` of `num_tensors` tensors differ.
     """
 
     name: str
     ranks: list[int]
+    has_majority: bool
     num_differing: int
     num_tensors: int
 
     @override
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
+        others = "those of most ranks" if self.has_majority else "the copy on the lowest rank"
         return (
-            f"{self.name} differs on rank {ranks} from the copy on the lowest rank "
+            f"{self.name} differs on rank {ranks} from {others} "
             f"({self.num_differing} of {self.num_tensors} tensors differ)"
         )
 
@@ -57,16 +62,21 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
     if mismatch is None:
         return
     is_average = mismatch.name.startswith(_AVERAGE)
-    raise DesyncError(
+    copies = None if is_average else read_differing_copies(setup, mismatch.name, step=step)
+    error = DesyncError(
         f"at step {step} the replicas are no longer equal: {mismatch}.",
         cause="an ema= that depends on the rank"
         if is_average
-        else "code that changes weights on some ranks only, or an optimizer whose options or random "
-        "numbers depend on the rank",
+        else "code that changes weights on some ranks only, an optimizer whose options or random "
+        "numbers depend on the rank, or a memory error of the machine",
         hint="ema=the same number on every rank"
         if is_average
         else "look for `if rank == 0:` around anything that writes to the model",
     )
+    is_whole_run = setup.site.world_size == setup.world.world_size  # with several sites, their ranks are numbered apart
+    error.ranks = tuple(mismatch.ranks) if mismatch.has_majority and is_whole_run else ()
+    error.copies = None if copies is None else asdict(copies)
+    raise error
 
 
 def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
@@ -98,10 +108,11 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
     if not differing:
         return None
     values = world.gather_json(int(checksums[differing[0]]))
-    differing_ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+    odd_ranks, has_majority = find_odd_ranks(dict(enumerate(values)))
     return ReplicaMismatch(
         name=named_tensors[differing[0]][0],
-        ranks=differing_ranks,
+        ranks=odd_ranks,
+        has_majority=has_majority,
         num_differing=len(differing),
         num_tensors=len(named_tensors),
     )
@@ -110,23 +121,33 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
 def _find_shard_mismatch(setup: TrainingSetup, names: list[str], checksums: Tensor) -> ReplicaMismatch | None:
     """Compare shards: ranks that hold the same region of a tensor must hold the same values."""
     checksums_by_rank = setup.site.gather_json(checksums.tolist())
-    mismatches: list[tuple[str, list[int]]] = []
+    mismatches: list[tuple[str, list[int], bool]] = []
     for index, name in enumerate(names):
-        first_checksums: dict[object, int] = {}
-        differing_ranks = []
+        checksums_by_shard: dict[object, dict[int, int]] = {}
         for rank, spec in enumerate(setup.weights.shard_specs(name.removeprefix(_AVERAGE))):
-            value = checksums_by_rank[rank][index]
-            if spec.boxes and first_checksums.setdefault(spec.boxes, value) != value:
-                differing_ranks.append(rank)
-        if differing_ranks:
-            mismatches.append((name, differing_ranks))
-    return (
-        ReplicaMismatch(
-            name=mismatches[0][0], ranks=mismatches[0][1], num_differing=len(mismatches), num_tensors=len(names)
-        )
-        if mismatches
-        else None
+            if spec.boxes:
+                checksums_by_shard.setdefault(spec.boxes, {})[rank] = checksums_by_rank[rank][index]
+        found = [find_odd_ranks(copies) for copies in checksums_by_shard.values() if len(set(copies.values())) > 1]
+        if found:
+            odd_ranks = sorted(rank for ranks, _ in found for rank in ranks)
+            mismatches.append((name, odd_ranks, all(has_majority for _, has_majority in found)))
+    if not mismatches:
+        return None
+    name, ranks, has_majority = mismatches[0]
+    return ReplicaMismatch(
+        name=name, ranks=ranks, has_majority=has_majority, num_differing=len(mismatches), num_tensors=len(names)
     )
+
+
+def find_odd_ranks(checksums: Mapping[int, int]) -> tuple[list[int], bool]:
+    """Return the ranks whose checksum differs from that of most ranks, and whether most ranks have the same one.
+
+    Without a majority, return the ranks whose checksum differs from that of the lowest rank.
+    """
+    [(most_common, count)] = Counter(checksums.values()).most_common(1)
+    has_majority = 2 * count > len(checksums)
+    expected = most_common if has_majority else checksums[min(checksums)]
+    return [rank for rank, value in checksums.items() if value != expected], has_majority
 
 
 def averaged_names(names: list[str]) -> list[str]:

@@ -1,0 +1,213 @@
+"""The `why` verb: explains why a run failed, was stopped or hangs, from its folder and from the pages of its ranks."""
+
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.commands.command_table import VerbOutput, WhyOptions
+from paceline.commands.common.resume_command import build_resume_command
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import UsageError
+from paceline.filesystem.run_lock import is_run_folder_locked, lock_host
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.hang_diagnosis import Hang, find_hang
+from paceline.launch.failures.hang_watch import read_hangs
+from paceline.launch.failures.rank_position import RankPosition, observe_ranks
+from paceline.launch.launcher import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
+from paceline.reporting.failures import newest_training_attempt, read_failures, read_restarts
+from paceline.reporting.run_history import History, json_or_none, read_history
+from paceline.run_folder.run_folder import RunFolder, find_run, read_task
+
+_LIVE_SECONDS = 1.0
+_CLEAR_SCREEN = "\x1b[H\x1b[J"
+_MAX_LINES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The state of a run and its reason.
+
+    `state` is `running`, `hanging`, `done`, `stopped`, `failed`, `killed` or `not started`.
+    """
+
+    run: Path
+    state: str
+    attempt: int = 0
+    step: int = 0
+    positions: tuple[RankPosition, ...] = ()
+    """What the ranks are doing, or were doing when they were killed."""
+    hang: Hang | None = None
+    hangs: tuple[dict[str, Any], ...] = ()
+    """The hangs that were named during the attempt."""
+    outcome: LaunchOutcome | None = None
+    follow_up: tuple[Failure, ...] = ()
+    """The failures of other ranks, which followed from the first."""
+    restarts: tuple[str, ...] = ()
+    resume_command: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the explanation under the keys of `--json`."""
+        failure = failure_as_json(self.outcome) if self.outcome is not None else None
+        return {
+            "run": str(self.run),
+            "state": self.state,
+            "attempt": self.attempt,
+            "step": self.step,
+            "failure": None if failure is None else {k: v for k, v in failure.items() if k != "go_on"},
+            "follow_up": [{"rank": other.rank, "what": _follow_up_text(other)} for other in self.follow_up],
+            "hang": None if self.hang is None else self.hang.as_json(),
+            "hangs": list(self.hangs),
+            "ranks": [position.as_json() for position in self.positions],
+            "restarts": list(self.restarts),
+            "go_on": self.resume_command,
+        }
+
+    @property
+    def text(self) -> str:
+        """The explanation as text for the console."""
+        head = f"{self.run}: {self.state}, attempt {self.attempt}, step {self.step}"
+        lines = [head, *(f"  {line}" for line in self.restarts)]
+        if self.outcome is not None:
+            lines += [failure_screen(self.outcome), *self._follow_up_lines()]
+            lines += [f"named before: {record['message'].splitlines()[0]}" for record in self.hangs[-1:]]
+        elif self.state == "killed":
+            lines += [
+                "The command ended without a record, and its ranks with it.",
+                "    likely cause: kill -9, a second Ctrl-C, a reboot, or the kernel for lack of memory",
+                *self._position_lines("When it ended:"),
+            ]
+        elif self.state in ("running", "hanging"):
+            lines += self._position_lines("")
+            lines.append(self.hang.message if self.hang is not None else "no rank hangs")
+        if self.resume_command:
+            lines.append(f"Resume: {self.resume_command}")
+        return "\n".join(lines)
+
+    def _follow_up_lines(self) -> list[str]:
+        lines = [f"  then {_follow_up_text(failure)}" for failure in self.follow_up[:_MAX_LINES]]
+        num_hidden = len(self.follow_up) - len(lines)
+        return [*lines, *([f"  and {num_hidden} more"] if num_hidden > 0 else [])]
+
+    def _position_lines(self, title: str) -> list[str]:
+        has_ended = self.state == "killed"
+        lines = [] if not title or not self.positions else [title]
+        for position in self.positions[:_MAX_LINES]:
+            age = "" if has_ended else f", {position.silent_seconds:.1f} s ago"
+            doing = f"in {position.line}" if has_ended else position.doing
+            lines.append(f"  rank {position.rank}  step {position.step}{age}  {doing}")
+        num_hidden = len(self.positions) - _MAX_LINES
+        return [*lines, *([f"  and {plural(num_hidden, 'more rank')}"] if num_hidden > 0 else [])]
+
+
+def _follow_up_text(failure: Failure) -> str:
+    if is_lost_connection(failure):
+        return f"rank {failure.rank} lost the connection to another rank"
+    return failure.summary
+
+
+def explain_run(run: str | None = None) -> Explanation:
+    """Return why a run is in its state; without `run`, the newest run.
+
+    Raises:
+        UsageError: there is no such run, or it runs on another machine.
+    """
+    folder, _ = find_run(run, only_trained=run is None)
+    history, attempt = read_history(folder), newest_training_attempt(folder)
+    explanation = Explanation(
+        run=folder.path,
+        state="not started",
+        step=history.last_step(),
+        restarts=tuple(f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)),
+    )
+    if attempt is None:
+        return replace(explanation, state=_recorded_state(folder, history))
+    number = int(attempt.name.removeprefix("attempt-"))
+    explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)))
+    if is_run_folder_locked(folder.path):
+        return _explain_running(explanation, folder, attempt)
+    first, others = read_failures(attempt)
+    if first is not None:
+        return _explain_failed(explanation, folder, attempt, _failure(first), [_failure(other) for other in others])
+    state = _recorded_state(folder, history)
+    if state != "killed":
+        return replace(explanation, state=state, resume_command=_resume_command(folder) if state == "stopped" else "")
+    positions = observe_ranks(attempt)
+    step = max([explanation.step, *(position.step for position in positions)])
+    return replace(
+        explanation, state=state, step=step, positions=tuple(positions), resume_command=_resume_command(folder)
+    )
+
+
+def _explain_running(explanation: Explanation, folder: RunFolder, attempt: Path) -> Explanation:
+    host = lock_host(folder.path)
+    if host not in ("", socket.gethostname()):
+        raise UsageError(
+            f"{folder.path} is running on {host}, and only that machine can see what its ranks are doing.",
+            hint=f"ssh {host}, then the same command",
+        )
+    positions = observe_ranks(attempt)
+    hang = find_hang(positions)
+    return replace(
+        explanation,
+        state="running" if hang is None else "hanging",
+        step=max((position.step for position in positions), default=explanation.step),
+        positions=tuple(positions),
+        hang=hang,
+    )
+
+
+def _explain_failed(
+    explanation: Explanation, folder: RunFolder, attempt: Path, first: Failure, others: list[Failure]
+) -> Explanation:
+    request = json_or_none(attempt / "request.json") or {}
+    outcome = LaunchOutcome(
+        exit_code=first.exit_code, failure=first, attempt_folder=attempt, seconds=0.0, ranks=request.get("ranks", 1)
+    )
+    can_resume = can_resume_run(folder.path, first.exit_code, first)
+    return replace(
+        explanation,
+        state="failed",
+        step=max(explanation.step, first.step),
+        outcome=outcome,
+        follow_up=tuple(others),
+        resume_command=_resume_command(folder) if can_resume else "",
+    )
+
+
+def _failure(fields: dict[str, Any]) -> Failure:
+    """Return a recorded failure; a field that another version wrote is left out."""
+    known = Failure.__dataclass_fields__
+    return Failure(**{"kind": "", "message": "", **{k: v for k, v in fields.items() if k in known}})
+
+
+def _recorded_state(folder: RunFolder, history: History) -> str:
+    """Return the state of a run without a recorded failure, from its events."""
+    if is_run_folder_locked(folder.path):
+        return "running"
+    started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
+    if ended and history.events.index(ended) >= (history.events.index(started) if started else 0):
+        return str(ended.get("status"))
+    return "killed" if started or newest_training_attempt(folder) is not None else "not started"
+
+
+def _resume_command(folder: RunFolder) -> str:
+    try:
+        return build_resume_command(read_task(folder))
+    except UsageError:
+        return ""
+
+
+def run_verb(options: WhyOptions, _: list[str]) -> VerbOutput:
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
+    explanation = explain_run(options.run)
+    while options.live and explanation.state in ("running", "hanging"):
+        clear = _CLEAR_SCREEN if sys.stdout.isatty() else ""
+        print_line(f"{clear}{explanation.text}")
+        time.sleep(_LIVE_SECONDS)
+        explanation = explain_run(str(explanation.run))
+    return 0, explanation.as_json(), explanation.text

@@ -1,0 +1,131 @@
+"""The activity of a rank: a thread in each rank writes it to a page, which other processes read.
+
+Twice a second, the thread writes the time, the stack of the main thread, and the last exchange with other ranks to the
+file `activity-RANK` in the attempt folder. The supervisor reads these pages to find the rank that the others wait for,
+and `paceline why` prints them. No signal is sent, so that no system call of the job is interrupted.
+
+The thread needs Python's global interpreter lock (GIL). If the page of a running process is not written for seconds,
+native code holds this lock.
+"""
+
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from paceline.bytes_sent import Traffic
+from paceline.launch.failures.stack_dumps import Frame, Stack
+
+INTERVAL_SECONDS = 0.5
+_PAGE_BYTES = 1 << 14
+_HEADER = struct.Struct("<II")  # length and CRC of the JSON text that follows
+_MAX_FRAMES = 60
+_READ_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """The activity of a rank at a point in time. `frames` is the stack of its main thread, the innermost first."""
+
+    pid: int
+    monotonic_ns: int
+    frames: tuple[Frame, ...] = ()
+    num_operations: int = 0
+    """How many collectives and sends this rank has started."""
+    last_operation: str = ""
+    """The kind of the last one, such as `all_reduce`; empty if there was none."""
+
+    @property
+    def stack(self) -> Stack:
+        """The stack of the main thread."""
+        return Stack(frames=self.frames)
+
+
+class ActivityReporter:
+    """The writer of this rank's page. `traffic` is set once the rank has joined the others."""
+
+    def __init__(self) -> None:
+        self.traffic: Traffic | None = None
+        self._page: mmap.mmap | None = None
+
+    def start(self, path: Path) -> None:
+        """Create the page, and start the thread that writes to it until the process ends.
+
+        Nothing is reported if the disk has no space for the page. All of the page is written here, because a full disk
+        would otherwise end the process by SIGBUS later.
+        """
+        try:
+            path.write_bytes(bytes(_PAGE_BYTES))
+            with path.open("r+b") as file:
+                self._page = mmap.mmap(file.fileno(), _PAGE_BYTES)
+        except OSError:
+            return
+        self._write()
+        threading.Thread(target=self._run, name="paceline-activity", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(INTERVAL_SECONDS)
+            self._write()
+
+    def _write(self) -> None:
+        assert self._page is not None
+        traffic = self.traffic or Traffic()
+        frames = _main_thread_frames()
+        while True:
+            activity = Activity(
+                pid=os.getpid(),
+                monotonic_ns=time.monotonic_ns(),
+                frames=frames,
+                num_operations=traffic.num_operations,
+                last_operation=traffic.last_operation,
+            )
+            text = msgspec.json.encode(activity)
+            if _HEADER.size + len(text) <= _PAGE_BYTES or not frames:
+                break
+            frames = frames[: len(frames) // 2]
+        self._page[: _HEADER.size + len(text)] = _HEADER.pack(len(text), zlib.crc32(text)) + text
+
+
+activity_reporter = ActivityReporter()
+"""The reporter of this process, because a process is one rank."""
+
+
+def activity_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's page in an attempt folder."""
+    return folder / f"activity-{rank}"
+
+
+def read_rank_activity(folder: Path, rank: int) -> Activity | None:
+    """Return what a rank wrote last, or None if it wrote nothing yet."""
+    for _ in range(_READ_ATTEMPTS):  # the rank may be writing at this moment
+        try:
+            data = activity_path(folder, rank).read_bytes()
+            length, checksum = _HEADER.unpack_from(data)
+            text = data[_HEADER.size : _HEADER.size + length]
+            if length and zlib.crc32(text) == checksum:
+                return msgspec.json.decode(text, type=Activity)
+        except (OSError, struct.error, msgspec.MsgspecError):
+            return None
+    return None
+
+
+def _main_thread_frames() -> tuple[Frame, ...]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return tuple(islice(_outward_frames(frame), _MAX_FRAMES))
+
+
+def _outward_frames(frame: FrameType | None) -> Iterator[Frame]:
+    while frame is not None:
+        yield Frame(file=frame.f_code.co_filename, line=frame.f_lineno or 0, function=frame.f_code.co_name)
+        frame = frame.f_back

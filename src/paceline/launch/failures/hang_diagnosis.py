@@ -1,0 +1,189 @@
+"""Diagnosis of a hang: which rank the others wait for, why, and what to do about it.
+
+`find_hang` reads no clock and no file, so that tests can call it with any positions of the ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.console.formatting import plural
+from paceline.launch.failures.rank_position import FINISHED_PHASE, RankPosition
+
+HangKind = Literal["stopped", "disk", "native", "data", "lock", "code", "mismatch", "connection"]
+_STEP_FACTOR, _MIN_SECONDS = 3.0, 2.0
+_PATIENT_FACTOR, _MIN_PATIENT_SECONDS = 10.0, 10.0  # for what is often slow: reading data, or a slow network
+_STOPPED_SECONDS = 0.2
+_START_SECONDS = 30.0  # imports, the first batch, the first step
+_BUSY_SECONDS = 60.0  # a save, or the job's own `on_eval`
+_COMPILE_SECONDS = 600.0
+_MAX_NAMED = 4
+
+_CAUSES: dict[HangKind, str] = {
+    "stopped": "Ctrl-Z, kill -STOP, or a scheduler that pauses",
+    "disk": "a disk, a network folder or a device that does not respond",
+    "native": "a library in C that loops, or that waits without releasing the GIL",
+    "data": "a slow or dead disk, a lock in the dataset, or a data worker that hangs",
+    "lock": "a lock that is never released, or a queue or future that nobody serves",
+    "code": "code that only this rank runs, or that takes longer on this rank",
+    "mismatch": "a branch that only some ranks take, such as `if rank == 0:` around an evaluation or a collective",
+    "connection": "a network that drops or delays data, or a firewall",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A hang: `ranks` are those that the others, `waiting`, wait for. `seconds` is the time since they last advanced.
+
+    With the kinds `mismatch` and `connection`, all ranks wait for each other, and `ranks` has all of them.
+    """
+
+    kind: HangKind
+    ranks: tuple[RankPosition, ...]
+    waiting: tuple[RankPosition, ...] = ()
+    seconds: float = 0.0
+    step_seconds: float | None = None
+    """The median time of a step; None if no step is known."""
+
+    @property
+    def cause(self) -> str:
+        """The likely cause."""
+        return _CAUSES[self.kind]
+
+    @property
+    def hint(self) -> str:
+        """The command to type, or the thing to do."""
+        if self.kind == "stopped":
+            return f"kill -CONT {' '.join(str(position.pid) for position in self.ranks)}"
+        if self.kind == "mismatch":
+            return "run the same code on every rank, and only print or write on one"
+        if self.kind == "connection":
+            return "check the connection between the machines of these ranks"
+        if self.kind == "native":
+            return f"py-spy dump --native --pid {self.ranks[0].pid} shows the C code"
+        if self.kind == "data":
+            return "read this sample in a script; --data.workers 0 shows the line of the dataset"
+        return f"py-spy dump --pid {self.ranks[0].pid} shows all threads of this rank"
+
+    @property
+    def message(self) -> str:
+        """The hang in some lines: the ranks, what each does, who waits, the likely cause, and what to do."""
+        step = max(position.step for position in (*self.ranks, *self.waiting)) + 1
+        usual = "" if self.step_seconds is None else f" (a usual step takes {self.step_seconds:.2g} s)"
+        if self.kind in ("mismatch", "connection"):
+            head = f"all ranks wait for each other, for {self.seconds:.1f} s{usual}"
+        else:
+            names = _rank_names(self.ranks)
+            head = f"{names} {_is_or_are(self.ranks)} holding up step {step}, for {self.seconds:.1f} s{usual}"
+        lines = [f"  rank {position.rank} {position.doing}" for position in self.ranks[:_MAX_NAMED]]
+        if self.waiting:
+            operations = sorted({position.operation for position in self.waiting if position.operation})
+            in_text = f" in {' and '.join(operations)}" if operations else ""
+            verb = "waits" if len(self.waiting) == 1 else "wait"
+            lines.append(f"  {_rank_names(self.waiting)} {verb} for it{in_text}")
+        return "\n".join([head, *lines, f"  likely cause: {self.cause}", f"  to do: {self.hint}"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the hang under the keys of `why --json`."""
+        operations = [position.operation for position in (*self.waiting, *self.ranks) if position.operation]
+        return {
+            "kind": self.kind,
+            "ranks": [position.rank for position in self.ranks],
+            "waiting": [position.rank for position in self.waiting],
+            "seconds": round(self.seconds, 3),
+            "line": self.ranks[0].line,
+            "operation": operations[0] if operations else "",
+            "message": self.message,
+            "cause": self.cause,
+            "hint": self.hint,
+        }
+
+
+def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None = None) -> Hang | None:
+    """Return the hang that the ranks' positions show, or None.
+
+    `step_seconds` is the median time of a step. A rank hangs if it is silent for longer than what it does may take, and
+    another rank waits for it. Without a waiting rank, five times as long. A debugger is no hang.
+    """
+    alive = [position for position in positions if position.state not in ("Z", "X", "")]
+    if any(position.is_debugged for position in alive):
+        return None
+    stopped = [p for p in alive if p.is_stopped and p.silent_seconds > _STOPPED_SECONDS]
+    waiting = tuple(p for p in alive if p.is_waiting_for_ranks and not p.is_stopped)
+    if stopped:
+        return _hang("stopped", stopped, waiting, step_seconds)
+    busy = [p for p in alive if not p.is_waiting_for_ranks]
+    if not busy:
+        return _mutual_wait(alive, step_seconds)
+    oldest = min(p.step for p in busy)
+    factor = 1.0 if waiting else 5.0
+    late = [p for p in busy if p.step == oldest and p.silent_seconds > factor * _limit(p, step_seconds)]
+    if not late or (not waiting and len(late) < len(alive)):
+        return None
+    return _hang(_kind(late[0]), late, waiting, step_seconds)
+
+
+def _mutual_wait(alive: Sequence[RankPosition], step_seconds: float | None) -> Hang | None:
+    """Return the hang of ranks that all wait for each other."""
+    if len(alive) < 2:
+        return None
+    seconds = min(p.silent_seconds for p in alive)
+    is_mismatch = len({p.operation for p in alive}) > 1
+    limit = max(_waiting_limit(p, step_seconds) for p in alive)
+    if seconds <= limit:
+        return None
+    return _hang("mismatch" if is_mismatch else "connection", alive, (), step_seconds)
+
+
+def _hang(
+    kind: HangKind, ranks: Sequence[RankPosition], waiting: Sequence[RankPosition], step_seconds: float | None
+) -> Hang:
+    seconds = max(position.silent_seconds for position in ranks)
+    return Hang(kind=kind, ranks=tuple(ranks), waiting=tuple(waiting), seconds=seconds, step_seconds=step_seconds)
+
+
+def _kind(position: RankPosition) -> HangKind:
+    if position.is_blocked_on_disk:
+        return "disk"
+    if position.holds_gil:
+        return "native"
+    if position.is_reading_data:
+        return "data"
+    return "lock" if position.is_waiting_for_lock else "code"
+
+
+def _limit(position: RankPosition, step_seconds: float | None) -> float:
+    """Return how many seconds a rank may be silent while another rank waits for it."""
+    usual = step_seconds or 0.0
+    limit = max(_STEP_FACTOR * usual, _MIN_SECONDS)
+    if position.is_reading_data:
+        limit = max(_PATIENT_FACTOR * usual, _MIN_PATIENT_SECONDS)
+    return max(limit, _phase_limit(position))
+
+
+def _waiting_limit(position: RankPosition, step_seconds: float | None) -> float:
+    """Return how many seconds all ranks may wait for each other: a large exchange on a slow network takes long."""
+    return max(_PATIENT_FACTOR * (step_seconds or 0.0), _MIN_PATIENT_SECONDS, _phase_limit(position))
+
+
+def _phase_limit(position: RankPosition) -> float:
+    if position.phase == FINISHED_PHASE:
+        return math.inf
+    if position.is_compiling:
+        return _COMPILE_SECONDS
+    if position.phase in ("save", "on_eval"):
+        return _BUSY_SECONDS
+    return 0.0 if position.has_finished_a_step else _START_SECONDS
+
+
+def _rank_names(positions: Sequence[RankPosition]) -> str:
+    ranks = [position.rank for position in positions]
+    if len(ranks) > _MAX_NAMED:
+        return plural(len(ranks), "rank")
+    *head, last = map(str, ranks)
+    return f"ranks {', '.join(head)} and {last}" if head else f"rank {last}"
+
+
+def _is_or_are(positions: Sequence[RankPosition]) -> str:
+    return "is" if len(positions) == 1 else "are"

@@ -1,0 +1,114 @@
+"""The supervisor's watch for hangs: it names the rank that the others wait for within seconds, while the run continues.
+
+A rank that is named may just be slow, so this watch ends nothing. The ranks end when one of them has waited for
+`train.timeout_seconds`.
+"""
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
+from paceline.launch.failures.hang_diagnosis import Hang, find_hang
+from paceline.launch.failures.rank_position import has_beaten, observe_rank
+from paceline.launch.failures.stack_dumps import process_state
+
+HANGS = "hangs.jsonl"
+_CHECK_SECONDS = 0.25
+_MAX_ELAPSED_SECONDS = 2 * _CHECK_SECONDS  # more means that the machine was suspended
+_QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
+_NUM_STEPS = 50  # over which the median time of a step is measured
+
+
+class HangWatch:
+    """The watch over the ranks of one attempt."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._beats: dict[int, Heartbeat | None] = {}
+        self._silent_seconds: dict[int, float] = {}
+        self._step_seconds = deque[float](maxlen=_NUM_STEPS)
+        self._check_time = time.monotonic()
+        self._stopped: set[int] = set()
+        self._reported: Hang | None = None
+        self._next_report_seconds = 0.0
+
+    def check(self, pids: Mapping[int, int]) -> str:
+        """Return a message to print, or an empty text. `pids` are the processes of the ranks."""
+        now = time.monotonic()
+        if now - self._check_time < _CHECK_SECONDS:
+            return ""
+        elapsed, self._check_time = min(now - self._check_time, _MAX_ELAPSED_SECONDS), now
+        for rank in pids:
+            self._update_rank(rank, elapsed)
+        stopped = {rank for rank, pid in pids.items() if process_state(pid) == "T"}
+        were_stopped, self._stopped = self._stopped & stopped, stopped
+        if self._reported is not None:
+            message = self._recovery_message(pids)
+            if message:
+                return message
+        if not were_stopped and max((self._silent_seconds[rank] for rank in pids), default=0.0) < _QUIET_SECONDS:
+            return ""
+        hang = self._find_hang(pids)
+        return "" if hang is None else self._report(hang)
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """The median time of a step; None before the second step."""
+        return statistics.median(self._step_seconds) if self._step_seconds else None
+
+    def _update_rank(self, rank: int, elapsed: float) -> None:
+        """Update how long a rank is silent, and the times of steps."""
+        beat, previous = read_heartbeat(self._folder / f"pulse-{rank}"), self._beats.get(rank)
+        is_new = beat is not None and (previous is None or beat.monotonic_ns != previous.monotonic_ns)
+        self._silent_seconds[rank] = 0.0 if is_new else self._silent_seconds.get(rank, 0.0) + elapsed
+        self._beats[rank] = beat
+        if beat is None or previous is None or not has_beaten(previous) or beat.step <= previous.step:
+            return
+        seconds = (beat.monotonic_ns - previous.monotonic_ns) / 1e9
+        self._step_seconds.append(seconds / (beat.step - previous.step))
+
+    def _find_hang(self, pids: Mapping[int, int]) -> Hang | None:
+        positions = [
+            observe_rank(self._folder, rank, pid=pid, silent_seconds=self._silent_seconds[rank])
+            for rank, pid in sorted(pids.items())
+        ]
+        return find_hang(positions, step_seconds=self.median_step_seconds)
+
+    def _report(self, hang: Hang) -> str:
+        """Return the message on a hang, and record it for `paceline why`. The same hang is not reported often."""
+        is_same = self._reported is not None and _ranks_of(hang) == _ranks_of(self._reported)
+        if is_same and hang.seconds < self._next_report_seconds:
+            return ""
+        self._reported, self._next_report_seconds = hang, 10 * hang.seconds if not is_same else 2 * hang.seconds
+        with suppress(OSError), (self._folder / HANGS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), **hang.as_json()}) + "\n")
+        return hang.message
+
+    def _recovery_message(self, pids: Mapping[int, int]) -> str:
+        """Return a message if the ranks that held up the others have advanced."""
+        assert self._reported is not None
+        ranks = [position.rank for position in self._reported.ranks if position.rank in pids]
+        if not ranks or any(self._silent_seconds[rank] > _QUIET_SECONDS for rank in ranks):
+            return ""
+        self._reported, self._next_report_seconds = None, 0.0
+        return f"rank {ranks[0]} continues"
+
+
+def read_hangs(folder: Path) -> list[dict[str, Any]]:
+    """Return the hangs that were recorded in an attempt folder; a line that was cut off is left out."""
+    hangs = []
+    with suppress(OSError):
+        for line in (folder / HANGS).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                hangs.append(json.loads(line))
+    return hangs
+
+
+def _ranks_of(hang: Hang) -> list[int]:
+    return [position.rank for position in hang.ranks]

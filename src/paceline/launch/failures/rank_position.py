@@ -1,0 +1,184 @@
+"""The position of a rank: its step, its process, its stack and its last exchange with other ranks.
+
+The supervisor and `paceline why` observe it from the rank's pages in the attempt folder.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.agent.rank_activity import INTERVAL_SECONDS, read_rank_activity
+from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
+from paceline.launch.failures.stack_dumps import Frame, Stack, process_state
+from paceline.user_code import is_user_file
+
+FINISHED_PHASE = "over"
+_UNWRITTEN_SECONDS = 4 * INTERVAL_SECONDS  # after this time without a new page, native code holds the GIL
+_COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
+_DEBUGGER_FILES, _DEBUGGER_FOLDERS = frozenset({"pdb.py", "bdb.py"}), ("/debugpy/", "/pydevd", "/remote_pdb")
+_LOCK_FILES = frozenset({"threading.py", "queue.py", "synchronize.py"})  # of Python's standard library
+_COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPosition:
+    """The position of one rank at a point in time."""
+
+    rank: int
+    pid: int
+    state: str = ""
+    """The kernel's letter for the state of its process; empty if the process has ended."""
+    step: int = 0
+    """The last step that it finished."""
+    start_step: int = -1
+    """The step from which this attempt started; -1 if the rank has not got that far."""
+    phase: str = ""
+    """What it does since its last heartbeat: `step`, `save`, `on_eval` or `over`; empty before the first heartbeat."""
+    silent_seconds: float = 0.0
+    """The time since its last heartbeat, or since the start of the attempt."""
+    unwritten_seconds: float = 0.0
+    """The time since it last wrote its page."""
+    stack: Stack = field(default_factory=Stack)
+    num_operations: int = 0
+    last_operation: str = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process."""
+        return self.state == "T"
+
+    @property
+    def is_debugged(self) -> bool:
+        """Return whether a debugger holds the process, or the rank is in Python's debugger."""
+        has_debugger = any(Path(frame.file).name in _DEBUGGER_FILES for frame in self.stack.frames)
+        return self.state == "t" or has_debugger or self._has_frame(_DEBUGGER_FOLDERS)
+
+    @property
+    def holds_gil(self) -> bool:
+        """Return whether the process runs, but its Python threads do not: native code holds the interpreter lock."""
+        return self.unwritten_seconds > _UNWRITTEN_SECONDS and self.state not in ("T", "t", "Z", "X", "")
+
+    @property
+    def is_blocked_on_disk(self) -> bool:
+        """Return whether the kernel waits for a disk or a device in a call of this process."""
+        return self.state == "D"
+
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether `torch.compile` is compiling."""
+        return self._has_frame(_COMPILER_FILES)
+
+    @property
+    def is_reading_data(self) -> bool:
+        """Return whether the rank reads its next batch, by itself or from a data worker."""
+        return self.stack.is_waiting_for_data or self._has_frame(("/paceline/data/",))
+
+    @property
+    def is_waiting_for_lock(self) -> bool:
+        """Return whether the rank waits for a lock, a queue or a future of Python."""
+        innermost = self.stack.frames[0].file if self.stack.frames else ""
+        return Path(innermost).name in _LOCK_FILES and not is_user_file(innermost)
+
+    @property
+    def is_waiting_for_ranks(self) -> bool:
+        """Return whether the rank waits for other ranks."""
+        return self.stack.is_waiting_for_ranks and not self.holds_gil
+
+    @property
+    def has_finished_a_step(self) -> bool:
+        """Return whether the rank has finished a step in this attempt."""
+        return 0 <= self.start_step < self.step
+
+    @property
+    def operation(self) -> str:
+        """The exchange with other ranks in which the rank waits, such as `all_reduce`; empty if it does not wait."""
+        if not self.is_waiting_for_ranks:
+            return ""
+        called = (frame.function for frame in self.stack.frames if frame.file.endswith(_COLLECTIVES_FILE))
+        return next(called, self.last_operation or "an exchange")
+
+    @property
+    def line(self) -> str:
+        """The line that the rank executes: the innermost in the user's own code, or else the innermost of all."""
+        frames: tuple[Frame, ...] = self.stack.user_frames or self.stack.frames
+        return str(frames[0]) if frames else ""
+
+    @property
+    def doing(self) -> str:
+        """The end of a sentence that starts with the rank, such as "is stopped (state T)"."""
+        if self.state == "":
+            return "has ended"
+        if self.is_stopped:
+            return "is stopped (state T)"
+        if self.is_debugged:
+            return f"is in a debugger{self._at_line}"
+        if self.is_blocked_on_disk:
+            return f"waits for a disk or a device (state D){self._at_line}"
+        if self.holds_gil:
+            return f"is in native code that holds the GIL{self._at_line}"
+        if self.is_waiting_for_ranks:
+            user_line = f", called from {self.stack.user_frames[0]}" if self.stack.user_frames else ""
+            return f"waits for other ranks in {self.operation}, its exchange number {self.num_operations}{user_line}"
+        if self.is_compiling:
+            return "compiles the model (torch.compile)"
+        activity = {"save": "is saving", "on_eval": "is in on_eval", FINISHED_PHASE: "has finished its steps"}.get(
+            self.phase, ""
+        )
+        if not activity and self.is_reading_data:
+            activity = "reads its next batch"
+        if not activity and self.is_waiting_for_lock:
+            activity = "waits for a lock"
+        if not activity:
+            return f"is in {self.line}" if self.line else "does not say what it does"
+        return f"{activity}{self._at_line}"
+
+    @property
+    def _at_line(self) -> str:
+        return f", in {self.line}" if self.line else ""
+
+    def _has_frame(self, parts: tuple[str, ...]) -> bool:
+        return any(part in frame.file for frame in self.stack.frames for part in parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the position under the keys of `why --json`."""
+        return {
+            "rank": self.rank, "pid": self.pid, "step": self.step, "seconds": round(self.silent_seconds, 3),
+            "state": self.state, "phase": self.phase, "doing": self.doing, "line": self.line,
+            "operation": self.operation, "num_operations": self.num_operations,
+        }  # fmt: skip
+
+
+def observe_rank(folder: Path, rank: int, *, pid: int = 0, silent_seconds: float | None = None) -> RankPosition:
+    """Return the position of a rank, from its pages in the attempt folder.
+
+    If the caller does not measure `silent_seconds`, it is the time since the last heartbeat, or 0 before the first one.
+    """
+    beat, activity = read_heartbeat(folder / f"pulse-{rank}"), read_rank_activity(folder, rank)
+    pid = pid or (activity.pid if activity is not None else 0)
+    position = RankPosition(rank=rank, pid=pid, state=process_state(pid) if pid else "")
+    now = time.monotonic_ns()
+    if activity is not None and activity.pid == pid:
+        position = replace(
+            position,
+            unwritten_seconds=(now - activity.monotonic_ns) / 1e9,
+            stack=activity.stack,
+            num_operations=activity.num_operations,
+            last_operation=activity.last_operation,
+        )
+    if beat is not None:
+        position = replace(position, start_step=beat.start_step)
+    if beat is not None and has_beaten(beat):
+        position = replace(position, step=beat.step, phase=beat.phase, silent_seconds=(now - beat.monotonic_ns) / 1e9)
+    return position if silent_seconds is None else replace(position, silent_seconds=silent_seconds)
+
+
+def observe_ranks(folder: Path) -> list[RankPosition]:
+    """Return the positions of all ranks that have a page in an attempt folder, in rank order."""
+    ranks = [path.name.removeprefix("activity-") for path in folder.glob("activity-*")]
+    return [observe_rank(folder, rank) for rank in sorted(int(rank) for rank in ranks if rank.isdecimal())]
+
+
+def has_beaten(beat: Heartbeat) -> bool:
+    """Return whether the rank has sent a heartbeat since it created its page."""
+    return beat.monotonic_ns > 0

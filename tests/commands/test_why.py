@@ -1,0 +1,96 @@
+"""`paceline why` explains runs that hang, failed, were killed or are done."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.commands.why import explain_run
+from paceline.errors import UsageError
+from tests.conftest import SMALL_JOB, Shop
+
+LOSS = '    time.sleep(float(os.environ.get("PAUSE", 0)))\n'
+STUCK = SMALL_JOB.replace(
+    LOSS, f"{LOSS}    if os.environ.get('STUCK') == os.environ['RANK']: time.sleep(3600)  # here\n"
+)
+LINE = f"job.py:{1 + STUCK[: STUCK.index('# here')].count(chr(10))}"
+
+
+def wait_until(shop: Shop, run: str, state: str) -> Any:
+    """What `why --json` says once the run is in this state."""
+    deadline = time.monotonic() + 60
+    while True:
+        ended = shop.run("why", run, "--json")
+        if ended.code == 0 and ended.json()["state"] == state:
+            return ended.json()
+        assert time.monotonic() < deadline, ended.text
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def hanging(shop: Shop) -> "subprocess.Popen[str]":
+    """A run of two ranks, whose rank 1 hangs in its second step."""
+    shop.write("job.py", STUCK.replace("if os", "if len(batch[0]) and next(calls) == 2 and os") + CALLS)
+    return shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "9",
+                      "--watch.to", "console", environ={"STUCK": "1"})  # fmt: skip
+
+
+CALLS = "import itertools\ncalls = itertools.count(1)\n"
+
+
+def test_a_rank_that_hangs_is_named_within_seconds(shop: Shop, hanging: "subprocess.Popen[str]") -> None:
+    assert hanging.stderr is not None
+    message = ""
+    while "to do:" not in message:
+        line = hanging.stderr.readline()
+        assert line, message
+        message += line
+    assert "rank 1 is holding up step 2" in message and LINE in message, message
+    assert "rank 0 waits for it in all_reduce" in message
+    seen = wait_until(shop, "run", "hanging")
+    assert seen["hang"]["kind"] == "code" and seen["hang"]["ranks"] == [1] and seen["hang"]["waiting"] == [0]
+    assert LINE in seen["hang"]["line"] and seen["ranks"][0]["operation"] == "all_reduce" and seen["step"] == 1
+    assert "likely cause" in shop.run("why", "run").out
+    os.kill(hanging.pid, signal.SIGKILL)
+    ended = wait_until(shop, "run", "killed")
+    assert LINE in ended["ranks"][1]["line"] and ended["go_on"].startswith("paceline train job.py --run-dir run")
+    assert "ended without a record" in shop.run("why", "run").out
+
+
+def test_a_failure_is_explained_with_what_followed_from_it(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB)
+    ended = shop.train("runs/job/a", "--faults", "raise rank=1 step=3", "--survive.restarts", "0", steps=5)
+    assert ended.code == 1
+    seen = shop.run("why", "runs/job/a", "--json").json()
+    assert seen["follow_up"] == [{"rank": 0, "what": "rank 0 lost the connection to another rank"}]
+    assert seen["state"] == "failed" and seen["failure"]["rank"] == 1 and seen["failure"]["step"] == 3
+    text = shop.run("why", "runs/job/a").out
+    assert ended.err[ended.err.index("FAILED") :].strip().splitlines()[0] in text
+    assert shop.run("why").out == text
+
+
+def test_restarts_and_the_end_of_a_run_are_listed(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB)
+    assert shop.train("run", "--faults", "kill rank=1 step=3", "--checkpoint.every", "1", steps=5).code == 0
+    seen = shop.run("why", "run", "--json").json()
+    assert seen["state"] == "done" and seen["step"] == 5 and seen["attempt"] == 2 and seen["failure"] is None
+    assert len(seen["restarts"]) == 1
+    assert seen["restarts"][0].startswith("attempt 1: rank 1 killed by SIGKILL at step 3; restarted in")
+
+
+def test_a_run_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    monkeypatch.setattr("paceline.commands.why.is_run_folder_locked", lambda _: True)
+    with pytest.raises(UsageError, match="is running on elsewhere"):
+        explain_run(str(tmp_path))
+
+
+def test_there_must_be_a_run(shop: Shop) -> None:
+    ended = shop.run("why")
+    assert ended.code == 2 and "there is no run here yet" in ended.err

@@ -1,0 +1,101 @@
+"""A rank's page says what its main thread executes, and native code that holds the GIL leaves it unwritten."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.bytes_sent import Traffic
+from paceline.launch.agent.rank_activity import ActivityReporter, activity_path, read_rank_activity
+from paceline.launch.failures.rank_position import observe_rank
+
+RANK = """
+import ctypes, sys, time
+from pathlib import Path
+from paceline.launch.agent.rank_activity import ActivityReporter, activity_path
+ActivityReporter().start(activity_path(Path(sys.argv[1]), 0))
+def deep(n):
+    return deep(n - 1) if n else {call}
+deep({depth})
+"""
+
+
+def start_rank(folder: Path, call: str, *, depth: int = 0) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-c", RANK.format(call=call, depth=depth), str(folder)])
+    deadline = time.monotonic() + 20
+    while not has_function(folder, "deep") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+def has_function(folder: Path, name: str) -> bool:
+    activity = read_rank_activity(folder, 0)
+    return activity is not None and any(frame.function == name for frame in activity.frames)
+
+
+def test_the_page_has_the_stack_and_the_last_exchange(tmp_path: Path) -> None:
+    reporter = ActivityReporter()
+    reporter.traffic = Traffic(num_operations=7, last_operation="broadcast")
+    reporter.start(activity_path(tmp_path, 3))
+    activity = read_rank_activity(tmp_path, 3)
+    assert activity is not None
+    assert activity.num_operations == 7 and activity.last_operation == "broadcast"
+    assert any(frame.file == __file__ for frame in activity.frames)
+    assert read_rank_activity(tmp_path, 4) is None
+
+
+def test_a_deep_stack_keeps_its_innermost_frames(tmp_path: Path) -> None:
+    process = start_rank(tmp_path, "time.sleep(60)", depth=900)
+    activity = read_rank_activity(tmp_path, 0)
+    process.kill()
+    process.wait()
+    assert activity is not None and activity.frames[0].function == "deep" and len(activity.frames) <= 60
+
+
+def test_a_reader_never_sees_half_a_page(tmp_path: Path) -> None:
+    reporter = ActivityReporter()
+    reporter.start(activity_path(tmp_path, 0))
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            reporter._write()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = [read_rank_activity(tmp_path, 0) for _ in range(500)]
+    is_over.set()
+    writer.join()
+    assert sum(activity is not None for activity in seen) > 450
+
+
+def test_no_space_for_the_page_is_no_error(tmp_path: Path) -> None:
+    ActivityReporter().start(activity_path(tmp_path / "missing", 0))
+    assert read_rank_activity(tmp_path / "missing", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "holds_gil"),
+    [("ctypes.PyDLL(None).sleep(60)", True), ("ctypes.CDLL(None).sleep(60)", False), ("time.sleep(60)", False)],
+)
+def test_native_code_that_holds_the_gil_is_recognized(tmp_path: Path, call: str, holds_gil: bool) -> None:
+    process = start_rank(tmp_path, f"(time.sleep(1), {call})")
+    time.sleep(4)
+    position = observe_rank(tmp_path, 0)
+    process.kill()
+    process.wait()
+    assert position.holds_gil is holds_gil, position
+
+
+def test_a_stopped_process_does_not_count_as_one_that_holds_the_gil(tmp_path: Path) -> None:
+    process = start_rank(tmp_path, "time.sleep(60)")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    position = observe_rank(tmp_path, 0)
+    process.kill()
+    process.wait()
+    assert position.is_stopped and not position.holds_gil and position.doing == "is stopped (state T)"
