@@ -31,6 +31,7 @@ _PAGE_BYTES = 1 << 14
 _HEADER = struct.Struct("<II")  # length and CRC of the JSON text that follows
 _MAX_FRAMES = 60
 _READ_ATTEMPTS = 5
+_OUTERMOST_FILE = "/paceline/launch/agent/worker_process.py"  # the frames around it belong to no rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,6 @@ def _main_thread_frames() -> tuple[Frame, ...]:
 
 
 def _outward_frames(frame: FrameType | None) -> Iterator[Frame]:
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST_FILE):
         yield Frame(file=frame.f_code.co_filename, line=frame.f_lineno or 0, function=frame.f_code.co_name)
         frame = frame.f_back

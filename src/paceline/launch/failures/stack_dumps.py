@@ -29,7 +29,7 @@ _LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesyste
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A frame of a stack: file, line and function."""
+    """A frame of a stack: file, line and function. As text, a file in the working folder has a relative path."""
 
     file: str
     line: int
@@ -38,7 +38,9 @@ class Frame:
     @override
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()[:_MAX_LINE_CHARACTERS]
-        return f"{self.file}:{self.line} ({self.function})" + (f": {text}" if text else "")
+        path = Path(self.file)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{shown}:{self.line} ({self.function})" + (f": {text}" if text else "")
 
 
 @dataclass(frozen=True, kw_only=True)
