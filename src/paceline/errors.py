@@ -135,6 +135,14 @@ class NonFiniteError(RunError):
         return {**super().as_json(), "ranks": list(self.ranks)}
 
 
+class SpikeError(RunError):
+    """The loss or the gradient norm is far above its usual values, and the run is set to stop in this case."""
+
+
+class RollbackError(RunError):
+    """A step is not finite or a spike, and the run continues from a state before it, without the step's samples."""
+
+
 class DesyncError(RunError):
     """Replicas that must be equal are not.
 

@@ -37,6 +37,9 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accep
 
 REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far
     "train.on_nonfinite": "from here on, steps that would have ended the run are skipped, or the reverse",
+    "train.on_spike": "from here on, steps with a spike are treated differently",
+    "train.spike_sigma": "from here on, another limit decides what a spike is",
+    "train.max_rollbacks": "from here on, another number of steps may be left out",
     "train.on_empty": "from here on, a loss term without targets counts as zero, or ends the run",
     "train.compile": "different kernels: the same training up to rounding",
     "train.backend": "a different order of sums over ranks: the same training up to rounding",

@@ -37,7 +37,10 @@ class Train:
     max_grad_norm: Norm | None = None
     precision: Precision = "fp32"
     exact: bool = False
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    spike_sigma: Norm = 10.0
+    max_rollbacks: CountOrZero = 3
     on_empty: Literal["stop", "zero"] = "stop"
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     buffers: Buffers = "fold"

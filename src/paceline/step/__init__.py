@@ -9,6 +9,7 @@ Start with `synchronous.py`.
 - `optimizer_update.py`: The optimizer update: unscale gradients, measure the norm, clip, step, advance LR schedulers,
   update the EMA.
 - `replica_context.py`: The components that one replica needs to run a step.
+- `spike_detector.py`: Detection of spikes: steps whose loss or gradient norm is far above the last values.
 - `step_rule.py`: The interface of an update rule, for the loop, the set-up, checkpoints and verify.
 - `step_totals.py`: The totals of a step over all ranks: one small vector, whose all-reduce overlaps the backward.
 - `synchronous.py`: The synchronous training step: replicas run their microbatches, all-reduce gradients and apply the

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError, NonFiniteError
+from paceline.errors import JobError, NonFiniteError, SpikeError
 from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.parameters import NamedParameter
+from paceline.step.spike_detector import SpikeDetector
 from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
@@ -69,7 +70,8 @@ class OptimizerUpdate:
 
     `joint_grad_norm` measures the gradient norm over all ranks. `sync_after_update` sends updated weights to the ranks
     that hold copies. `on_update` is the job's function of that name, called with the step. `on_empty` is the setting
-    for loss terms without a target, "stop" or "zero".
+    for loss terms without a target, "stop" or "zero". With a `spike_detector`, a step that is a spike is skipped, or
+    ends the run.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class OptimizerUpdate:
         sync_after_update: Callable[[], None] = do_nothing,
         on_update: Callable[[int], object] | None = None,
         on_empty: str = "stop",
+        rolls_back: bool = False,
+        spike_detector: SpikeDetector | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.lr_schedulers = list(lr_schedulers)
@@ -97,6 +101,8 @@ class OptimizerUpdate:
         self._max_grad_norm = max_grad_norm
         self._checks_finite = check_finite
         self._skips_nonfinite = skip_nonfinite
+        self._rolls_back = rolls_back
+        self.spike_detector = spike_detector
         self._joint_grad_norm = joint_grad_norm
         self._update_hooks = [] if sync_after_update is do_nothing else [sync_after_update]
         self._on_update = on_update
@@ -111,6 +117,11 @@ class OptimizerUpdate:
     def skips_nonfinite(self) -> bool:
         """True if a step that is not finite is skipped. For that, its loss must be known before the update."""
         return self._checks_finite and self._skips_nonfinite
+
+    @property
+    def needs_loss_before_update(self) -> bool:
+        """True if the update depends on the loss, so that a GPU must wait for it in each step."""
+        return self.skips_nonfinite or self._rolls_back or self.spike_detector is not None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss that backward runs on: under fp16, multiplied by the loss scale."""
@@ -132,6 +143,7 @@ class OptimizerUpdate:
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
+            SpikeError: the step is a spike, and the run is set to stop on that.
         """
         self._unscale()
         gradients = [stored_values(p.grad) for p in (m.parameter for m in self.named_parameters) if p.grad is not None]
@@ -139,6 +151,9 @@ class OptimizerUpdate:
         if loss is not None and self._checks_finite and not self._is_finite(loss, grad_norm):
             if not self._skips_nonfinite:
                 raise self.nonfinite_error(step=step, loss=loss, counts=counts, nonfinite_terms=nonfinite_terms)
+            self._finish_update(steps_lr_schedulers)
+            return grad_norm, False
+        if loss is not None and self.spike_detector is not None and self._is_spike(step, loss, grad_norm):
             self._finish_update(steps_lr_schedulers)
             return grad_norm, False
         if self._max_grad_norm is not None and grad_norm is not None:
@@ -230,6 +245,18 @@ class OptimizerUpdate:
     @staticmethod
     def _is_finite(loss: float, norm: Tensor | None) -> bool:
         return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
+
+    def _is_spike(self, step: int, loss: float, norm: Tensor | None) -> bool:
+        """Return whether the step is a spike that is to be skipped."""
+        assert self.spike_detector is not None
+        spike = self.spike_detector.judge(loss, None if norm is None else norm.item())
+        if spike and not self.spike_detector.skips:
+            raise SpikeError(
+                f"step {step}: {spike}.",
+                cause="a bad batch, or a learning rate that is too high",
+                hint="--train.on_spike rollback leaves the batch out; --train.spike_sigma sets the limit",
+            )
+        return bool(spike)
 
     def _unscale(self) -> None:
         if self.scaler is not None:

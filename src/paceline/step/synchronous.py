@@ -40,12 +40,13 @@ class SynchronousStep:
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
+            SpikeError: the loss or the gradient norm is a spike, and the run is set to stop on that.
             DesyncError: the ranks disagree on the loss terms or on the data.
         """
         if not self.replica.model.training:
             self.replica.model.train()
         result = self.compute_gradients(step_batch, stop=stop)
-        reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.skips_nonfinite
+        reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.needs_loss_before_update
         if reads_loss_now:
             self._commit_update(result, result.loss, result.totals.counts)
         else:

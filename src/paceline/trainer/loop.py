@@ -11,7 +11,7 @@ from paceline.comm.process_group import World
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
-from paceline.errors import ExitCode, NonFiniteError, UsageError
+from paceline.errors import ExitCode, NonFiniteError, SpikeError, UsageError
 from paceline.events import EvalDone, EventBus, Note, Staleness
 from paceline.faults import TRAINING_KINDS, Faults, missed_faults_error
 from paceline.launch.agent.shared_status import HeartbeatWriter
@@ -19,12 +19,11 @@ from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
 from paceline.step.update_rules import step_rule
-from paceline.trainer.diagnostics.differing_copies import DifferingCopies, name_wrong_copy
 from paceline.trainer.diagnostics.finite_weights import refuse_nonfinite_weights
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
 from paceline.trainer.diagnostics.nonfinite_inputs import explain_nonfinite_inputs
-from paceline.trainer.diagnostics.replica_check import check_replicas
+from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
@@ -33,6 +32,7 @@ from paceline.trainer.one_step_per_batch import BatchGuard
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.saving.checkpointer import Checkpointer
 from paceline.trainer.saving.memory_tier import MemoryTier
+from paceline.trainer.saving.rollback import SKIPPED, Rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
 from paceline.trainer.step_logger import StepLogger
@@ -62,7 +62,8 @@ class Loop:
         memory_baseline: MemoryBaseline,
         forecast_check: ForecastCheck,
         on_eval_argument: Any = None,
-        differing_copies: DifferingCopies | None = None,
+        replica_checks: ReplicaChecks,
+        rollback: Rollback,
     ) -> None:
         self.setup = setup
         self.cursor = cursor
@@ -87,7 +88,8 @@ class Loop:
         self._next_memory_step = math.inf if memory_tier is None else memory_tier.next_step
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
         self._on_eval_argument = on_eval_argument
-        self._differing_copies = differing_copies
+        self._replica_checks = replica_checks
+        self._rollback = rollback
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -98,7 +100,7 @@ class Loop:
         self._is_ended_early = self._best_metric.is_over
         self._evaluator = Evaluator(setup)
         self._shared_metrics = SharedMetrics(setup.world)
-        self._start_step = self._last_checked_step = cursor.step
+        self._start_step = cursor.step
         self._recent_inputs: deque[StepInput] = deque(maxlen=setup.step.num_retained_batches)
 
     def batches(self) -> Iterator[StepInput]:
@@ -128,10 +130,22 @@ class Loop:
             except BaseException:
                 self._raise_with_context(step=self.cursor.step + 1)
             self._logger.clock.data_seconds += time.perf_counter() - start_time
-            yield step_batch
+            if self._rollback.is_left_out(step_batch):
+                self._leave_out(step_batch)
+            else:
+                yield step_batch
             if self.is_stopping or self.is_over():
                 self._is_exhausted = not self.is_stopping
                 return
+
+    def _leave_out(self, step_batch: StepInput) -> None:
+        """Leave out the step on a batch after which the run was rolled back. It counts as a step without an update."""
+        self.cursor = step_batch.batch.next_cursor
+        self._batch_guard.pending_batch = None
+        self.setup.update.step_lr_schedulers()
+        text = f"step {self.cursor.step} is left out: its samples are in {SKIPPED}"
+        self.event_bus.emit(Note(text=text, level="warning"))
+        self._run_due_actions()
 
     def _no_more_batches(self) -> UsageError:
         return UsageError(
@@ -230,6 +244,8 @@ class Loop:
         """
         try:
             yield
+        except SpikeError as error:
+            raise self._rollback.begin(error, self._recent_inputs[-1]) from None
         except NonFiniteError as error:
             world = World.alone() if self.setup.step.has_delayed_results else self.setup.world
             step_batch = next(
@@ -239,7 +255,8 @@ class Loop:
             if not step_rule(self.setup.plan.update_rule).traits.reads_samples:
                 step_batch = read_full_batch(step_batch, self.setup)
             over_batch = self.setup.step.replica.contract.over_batch
-            raise explain_nonfinite_inputs(error, step_batch, world=world, over_batch=over_batch) from None
+            explained = explain_nonfinite_inputs(error, step_batch, world=world, over_batch=over_batch)
+            raise self._rollback.begin(explained, step_batch) from None
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
         """Return exact metrics on a split, with the current weights or with their average if the job has one."""
@@ -344,9 +361,8 @@ class Loop:
             self._logger.log_last()
         if self._logger.is_stop_requested:
             self.is_stopping, self.stop_reason = True, "signal"
-        check_interval = self.setup.settings.train.check_every
-        is_recomputed = self._differing_copies is not None and self._differing_copies.step == step
-        if step == self._start_step + 1 or is_recomputed or (check_interval and step % check_interval == 0):
+        if self._replica_checks.is_due(step):
+            self.finish_pending()
             self._check_replicas()
         if step == self._start_step + 1:
             self.finish_pending()
@@ -379,19 +395,9 @@ class Loop:
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:
-        """Compare the replicas, unless this step was already checked or `train.check_every` is 0.
-
-        If their difference in this step has ended the attempt before, name the rank that was wrong.
-        """
-        if self.setup.settings.train.check_every and self._last_checked_step != self.cursor.step:
-            self.finish_pending()
-            check_replicas(self.setup, step=self.cursor.step)
-            self._last_checked_step = self.cursor.step
-        if self._differing_copies is not None and self._differing_copies.step == self.cursor.step:
-            text = name_wrong_copy(self.setup, self._differing_copies)
-            self._differing_copies = None
-            if text:
-                self.event_bus.emit(Note(text=text, level="warning"))
+        text = self._replica_checks.check(self.cursor.step)
+        if text:
+            self.event_bus.emit(Note(text=text, level="warning"))
 
     def _evaluate_due(self) -> None:
         """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""

@@ -42,10 +42,10 @@ from paceline.trainer.checks.evaluation_checks import (
     refuse_large_batch,
 )
 from paceline.trainer.checks.lr_schedule_units import schedules_in_epochs
-from paceline.trainer.diagnostics.differing_copies import DifferingCopies
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forecast_supported
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
+from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, run_identity
 from paceline.trainer.saving.final_weights import write_final_weights
@@ -57,8 +57,9 @@ from paceline.trainer.saving.resume_run import (
     restart_events,
     restore,
 )
+from paceline.trainer.saving.rollback import open_rollback, restore_progress
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
-from paceline.trainer.setup.duration import Length, Progress, format_interval, requested_length
+from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
 from paceline.trainer.setup.prepare import PreparedJob, number_attempt, with_saved_microbatches
 from paceline.trainer.setup.run_records import write_run_records
@@ -325,7 +326,6 @@ class _SessionBuilder:
         if loaded is not None:
             loader_state = loaded.state["feed"]  # "feed" is the key of the loader's state in a checkpoint
             loader.restore({k: v for k, v in loader_state.items() if k != "order" or "order" not in task.allow})
-        saved_progress = loaded.state.get("extra", {}) if loaded else {}
         length = requested_length(settings, epoch_samples=loader.num_samples)
         faults = parse_faults(task.faults)
         raise_all(refuse_idle_faults(faults, ranks=task.ranks, steps=self._total_steps(length)))
@@ -340,11 +340,12 @@ class _SessionBuilder:
             stop=stop_flag,
             length=length,
             cursor=cursor,
-            progress=Progress.from_json(saved_progress),
+            progress=restore_progress(self.setup, loaded),
             memory_baseline=self.memory_baseline,
             forecast_check=forecast_check,
             on_eval_argument=on_eval_argument,
-            differing_copies=DifferingCopies.from_json(None if task.restart is None else task.restart.copies),
+            replica_checks=ReplicaChecks(self.setup, start_step=cursor.step, previous_failure=task.restart),
+            rollback=open_rollback(self.setup, self.run),
         )
 
     def _total_steps(self, length: Length) -> int | None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from paceline.config.settings import Survive
 from paceline.console.formatting import plural
-from paceline.errors import DataError, ExitCode, NonFiniteError, SaveError
+from paceline.errors import DataError, ExitCode, NonFiniteError, RollbackError, SaveError, SpikeError
 from paceline.faults import MissedFaultError
 from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 
 DEFAULT_RESTARTS = Survive().restarts
-_FINAL_KINDS = (NonFiniteError.__name__, SaveError.__name__, MissedFaultError.__name__)
+_FINAL_KINDS = (NonFiniteError.__name__, SpikeError.__name__, SaveError.__name__, MissedFaultError.__name__)
 """Errors that a restart can't repair."""
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _STOP_REASON = "Not restarted: a stop was requested."
@@ -119,13 +119,16 @@ class RestartPolicy:
         failure = event.failure
         if event.max_restarts is not None:
             self._max_restarts = event.max_restarts
-        if failure is None or not self._can_restart or not self._max_restarts:
+        is_rollback = failure is not None and failure.kind == RollbackError.__name__
+        if failure is None or not self._can_restart or not (self._max_restarts or is_rollback):
             return [EndRun()]
         if self._is_stop_requested:
             return [EndRun(reason=_STOP_REASON)]
         if event.saved_step > self._saved_step:
             self._num_restarts = 0
         self._saved_step = max(self._saved_step, event.saved_step)
+        if is_rollback:  # `train.max_rollbacks` limits their number
+            return [StartAttempt(after=failure)]
         reason = self._reason_to_end(event, failure)
         if reason is not None:
             return [EndRun(reason=reason)]

@@ -23,6 +23,7 @@ from paceline.errors import (
     OutOfMemory,
     PacelineError,
     Problems,
+    RollbackError,
     RunError,
     SaveError,
     shorten_text,
@@ -95,6 +96,8 @@ class Failure:
             return f"rank {self.rank} killed by {self.message.partition(' ')[0]}{memory}{place}"
         line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
         message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
+        if self.kind == RollbackError.__name__:
+            return message
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
         return f"rank {self.rank} failed{place}: {': '.join(parts)}"
 

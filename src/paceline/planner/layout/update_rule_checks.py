@@ -33,6 +33,14 @@ def check_update_settings(update: UpdateRule, settings: Settings, *, device: str
     for key, (is_on, name, hint) in _checked_settings(settings, device=device).items():
         if is_on and key in reasons:
             yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=reasons[key], hint=hint)
+    train = settings.train
+    watched = {"on_spike": train.on_spike != "ignore", "on_nonfinite": train.on_nonfinite == "rollback"}
+    for name in (name for name, is_on in watched.items() if is_on and update.kind is not UpdateKind.SYNC):
+        yield UsageError(
+            f"--train.{name} {getattr(train, name)} with --update {update.kind} is not supported.",
+            cause="only with synchronous updates, all ranks know the loss of a step before its update",
+            hint=f"leave --train.{name} out, or --update sync",
+        )
 
 
 def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:

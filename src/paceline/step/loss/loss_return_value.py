@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
@@ -157,10 +157,15 @@ class LossContract:
         )
 
     def multiply_next_loss(self, factor: float, *, on_use: Callable[[], None]) -> None:
-        """Multiply the loss sums of the next microbatch by `factor`, to inject a fault; `on_use` is called then."""
+        """Multiply the loss sums of the next training microbatch by `factor`, to inject a fault.
+
+        `on_use` is called when that happens. An evaluation in between is left as it is.
+        """
         compute_terms = self.terms
 
         def multiplied_terms(output: Any, batch: Any, *, num_samples: int) -> Terms:
+            if not is_grad_enabled():
+                return compute_terms(output, batch, num_samples=num_samples)
             self.terms = compute_terms  # type: ignore[method-assign]
             on_use()
             terms = compute_terms(output, batch, num_samples=num_samples)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from paceline.config.task import PreviousFailure
 from paceline.errors import DesyncError
 from paceline.parallel.module_access.tensor_access import bits_checksum
-from paceline.trainer.diagnostics.differing_copies import read_differing_copies
+from paceline.trainer.diagnostics.differing_copies import DifferingCopies, name_wrong_copy, read_differing_copies
 from paceline.trainer.saving.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
@@ -41,6 +42,46 @@ class ReplicaMismatch:
             f"{self.name} differs on rank {ranks} from {others} "
             f"({self.num_differing} of {self.num_tensors} tensors differ)"
         )
+
+
+class ReplicaChecks:
+    """The comparisons of the replicas: after the first step, every `train.check_every` steps, and at each save.
+
+    If a difference was the `previous_failure`, its step is compared again, to find the rank that was wrong.
+    """
+
+    def __init__(self, setup: TrainingSetup, *, start_step: int, previous_failure: PreviousFailure | None) -> None:
+        self._setup = setup
+        self._interval = setup.settings.train.check_every
+        self._first_step = start_step + 1
+        self._last_checked_step = start_step
+        copies = None if previous_failure is None else previous_failure.copies
+        self._differing_copies = DifferingCopies.from_json(copies)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the replicas are to be compared after this step, even if it is not saved."""
+        copies = self._differing_copies
+        is_recomputed = copies is not None and copies.step == step
+        return step == self._first_step or is_recomputed or bool(self._interval and step % self._interval == 0)
+
+    def check(self, step: int) -> str:
+        """Compare the replicas, unless this step was already compared or `train.check_every` is 0.
+
+        Return a line that names the rank whose copy was wrong in the attempt before, or an empty text. The steps in
+        flight are completed. Every rank must call this.
+
+        Raises:
+            DesyncError: the replicas differ.
+        """
+        if self._interval and self._last_checked_step != step:
+            self._setup.step.finish_pending()
+            check_replicas(self._setup, step=step)
+            self._last_checked_step = step
+        copies = self._differing_copies
+        if copies is None or copies.step != step:
+            return ""
+        self._differing_copies = None
+        return name_wrong_copy(self._setup, copies)
 
 
 def check_replicas(setup: TrainingSetup, *, step: int) -> None:

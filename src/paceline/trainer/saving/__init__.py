@@ -10,4 +10,5 @@ Start with `checkpointer.py`.
 - `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
 - `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
   state.
+- `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.
 """

@@ -75,6 +75,8 @@ class Progress:
     """The metric and the mode of `rule_best`."""
     is_evaluation_pending: bool = False
     """Whether an evaluation was due whose outcome is not recorded yet."""
+    spike_history: list[list[float]] = field(default_factory=list)
+    """The last values of the spike detector; empty if there is none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the progress as JSON for a checkpoint, under the keys of its format."""
@@ -92,6 +94,7 @@ class Progress:
             rule_best=value.get("rule_best"),
             rule_of=value.get("rule_of", ""),
             is_evaluation_pending=value.get("unjudged", False),
+            spike_history=value.get("spike_history", []),
         )
 
 

@@ -23,6 +23,7 @@ from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, stored_values
+from paceline.step.spike_detector import SpikeDetector
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import JointScaler
 from paceline.trainer.checks.check_job import unfit_lr_schedulers, unfit_optimizers
@@ -86,6 +87,8 @@ def make_update(
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
+        rolls_back=settings.train.on_nonfinite == "rollback",
+        spike_detector=_make_spike_detector(settings),
         on_empty=settings.train.on_empty,
         ema=Ema(
             weights=_ema_parameters(parallelized_model), decay=job.ema, after_swap=parallelized_model.sync_after_load
@@ -97,6 +100,12 @@ def make_update(
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, initial_options
+
+
+def _make_spike_detector(settings: Settings) -> SpikeDetector | None:
+    if settings.train.on_spike == "ignore":
+        return None
+    return SpikeDetector(sigma=settings.train.spike_sigma, skips=settings.train.on_spike == "skip")
 
 
 def lr_factor(rule: str, ratio: float) -> float:

@@ -1,0 +1,95 @@
+"""Rollback: after a bad step, the run continues from a state before it, without the samples of this step.
+
+The steps that are left out are in `skipped.jsonl` in the run folder. Each attempt of the run reads this file, so a run
+that is started with the file leaves out the same steps.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.data.types import StepInput
+from paceline.errors import NonFiniteError, RollbackError, RunError
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.duration import Progress
+
+SKIPPED = "skipped.jsonl"
+
+
+class Rollback:
+    """The rollbacks of a run. `left_out` are the steps that this attempt leaves out, the same on all ranks."""
+
+    def __init__(self, *, setup: TrainingSetup, path: Path, left_out: Sequence[int]) -> None:
+        self._setup = setup
+        self._path = path
+        self._left_out = frozenset(left_out)
+
+    def is_left_out(self, step_batch: StepInput) -> bool:
+        """Return whether the step on this batch is left out."""
+        return step_batch.batch.next_cursor.step in self._left_out
+
+    def begin(self, error: RunError, step_batch: StepInput) -> RunError:
+        """Return the error that ends the attempt after a bad step. Every rank must call this.
+
+        If the run is to roll back, the step and its samples are recorded first, and the error is a `RollbackError`.
+        Otherwise, or if too many steps are left out already, it is `error` itself.
+        """
+        train = self._setup.settings.train
+        policy = train.on_nonfinite if isinstance(error, NonFiniteError) else train.on_spike
+        if policy != "rollback":
+            return error
+        if len(self._left_out) >= train.max_rollbacks:
+            error.hint = f"{len(self._left_out)} steps are left out already (train.max_rollbacks); {error.hint}"
+            return error
+        record = self._record(error, step_batch)
+        if self._setup.world.is_main:
+            _append_line(self._path, json.dumps(record))
+        self._setup.world.barrier()  # the first rank that ends is followed by a kill of the others
+        return RollbackError(
+            f"{error.what.removesuffix('.')}: its {len(record['samples'])} samples are left out.",
+            cause=error.cause,
+            hint=f"{self._path} lists them",
+        )
+
+    def _record(self, error: RunError, step_batch: StepInput) -> dict[str, Any]:
+        indices = [index for micro in step_batch.micro for index in micro.indices]
+        samples = sorted({index for rank in self._setup.world.gather_json(indices) for index in rank})
+        cursor = step_batch.batch.next_cursor
+        return {"step": cursor.step, "epoch": cursor.epoch, "samples": samples, "reason": error.what}
+
+
+def open_rollback(setup: TrainingSetup, run: RunFolder) -> Rollback:
+    """Return the rollbacks of a run, with the steps that its file lists. Every rank must call this."""
+    path = run.path / SKIPPED
+    steps = setup.world.share_json(read_left_out_steps(path) if setup.world.is_main else [])
+    return Rollback(setup=setup, path=path, left_out=steps)
+
+
+def restore_progress(setup: TrainingSetup, loaded: OpenCheckpoint | None) -> Progress:
+    """Return the progress that a checkpoint holds. The spike detector continues with its history."""
+    progress = Progress.from_json(loaded.state.get("extra", {}) if loaded else {})
+    if setup.update.spike_detector is not None:
+        setup.update.spike_detector.history = progress.spike_history
+    return progress
+
+
+def read_left_out_steps(path: Path) -> list[int]:
+    """Return the steps that a `skipped.jsonl` lists; a line that was cut off is ignored."""
+    steps = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                steps.append(int(json.loads(line)["step"]))
+    return steps
+
+
+def _append_line(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
