@@ -89,7 +89,9 @@ class Loop:
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
         self._on_eval_argument = on_eval_argument
         self._replica_checks = replica_checks
+        self._next_check_step = replica_checks.next_step(cursor.step)
         self._rollback = rollback
+        self._left_out_steps = rollback.left_out
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -130,7 +132,7 @@ class Loop:
             except BaseException:
                 self._raise_with_context(step=self.cursor.step + 1)
             self._logger.clock.data_seconds += time.perf_counter() - start_time
-            if self._rollback.is_left_out(step_batch):
+            if step_batch.batch.next_cursor.step in self._left_out_steps:
                 self._leave_out(step_batch)
             else:
                 yield step_batch
@@ -361,9 +363,10 @@ class Loop:
             self._logger.log_last()
         if self._logger.is_stop_requested:
             self.is_stopping, self.stop_reason = True, "signal"
-        if self._replica_checks.is_due(step):
+        if step >= self._next_check_step:
             self.finish_pending()
             self._check_replicas()
+            self._next_check_step = self._replica_checks.next_step(step)
         if step == self._start_step + 1:
             self.finish_pending()
             self._checkpointer.check_savable()

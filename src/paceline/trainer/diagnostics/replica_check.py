@@ -1,5 +1,6 @@
 """A cheap check that the replicas are equal, made every `train.check_every` steps. It names the first difference."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -58,11 +59,14 @@ class ReplicaChecks:
         copies = None if previous_failure is None else previous_failure.copies
         self._differing_copies = DifferingCopies.from_json(copies)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the replicas are to be compared after this step, even if it is not saved."""
-        copies = self._differing_copies
-        is_recomputed = copies is not None and copies.step == step
-        return step == self._first_step or is_recomputed or bool(self._interval and step % self._interval == 0)
+    def next_step(self, step: int) -> float:
+        """Return the next step after `step` at which the replicas are to be compared, even if it is not saved."""
+        steps: list[float] = [self._first_step, math.inf]
+        if self._differing_copies is not None:
+            steps.append(self._differing_copies.step)
+        if self._interval:
+            steps.append((step // self._interval + 1) * self._interval)
+        return min(due for due in steps if due > step)
 
     def check(self, step: int) -> str:
         """Compare the replicas, unless this step was already compared or `train.check_every` is 0.

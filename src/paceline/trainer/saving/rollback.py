@@ -22,16 +22,12 @@ SKIPPED = "skipped.jsonl"
 
 
 class Rollback:
-    """The rollbacks of a run. `left_out` are the steps that this attempt leaves out, the same on all ranks."""
+    """The rollbacks of a run. `left_out` has the steps that this attempt leaves out, the same on all ranks."""
 
     def __init__(self, *, setup: TrainingSetup, path: Path, left_out: Sequence[int]) -> None:
         self._setup = setup
         self._path = path
-        self._left_out = frozenset(left_out)
-
-    def is_left_out(self, step_batch: StepInput) -> bool:
-        """Return whether the step on this batch is left out."""
-        return step_batch.batch.next_cursor.step in self._left_out
+        self.left_out = frozenset(left_out)
 
     def begin(self, error: RunError, step_batch: StepInput) -> RunError:
         """Return the error that ends the attempt after a bad step. Every rank must call this.
@@ -43,8 +39,8 @@ class Rollback:
         policy = train.on_nonfinite if isinstance(error, NonFiniteError) else train.on_spike
         if policy != "rollback":
             return error
-        if len(self._left_out) >= train.max_rollbacks:
-            error.hint = f"{len(self._left_out)} steps are left out already (train.max_rollbacks); {error.hint}"
+        if len(self.left_out) >= train.max_rollbacks:
+            error.hint = f"{len(self.left_out)} steps are left out already (train.max_rollbacks); {error.hint}"
             return error
         record = self._record(error, step_batch)
         if self._setup.world.is_main:
