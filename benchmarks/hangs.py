@@ -121,9 +121,7 @@ def hang() -> None:
         with condition:
             condition.wait()  # hang: lock
     if FAULT == "disk":
-        with Path(os.environ["FROZEN"], "file").open("w") as file:
-            file.write("x")
-            os.fsync(file.fileno())  # hang: disk
+        Path(os.environ["FROZEN"], "file").write_text("x")  # hang: disk
 
 
 def on_eval(run: Any) -> dict[str, float]:
@@ -230,7 +228,8 @@ def see_hang(fault: str, rng: random.Random, frozen: str) -> Seen:
             fault_file = folder / "fault"
             at = float(fault_file.read_text()) if fault_file.exists() else 0.0
         if frozen_folder is not None:
-            subprocess.run(["umount", str(frozen_folder)], check=False)
+            while subprocess.run(["umount", str(frozen_folder)], capture_output=True).returncode:
+                time.sleep(0.1)  # the ranks are still ending
         text = "".join(line for _, line in lines)
         hangs = folder / "run" / "logs" / "attempt-1" / "hangs.jsonl"
         record = json.loads(hangs.read_text().splitlines()[0]) if hangs.exists() else {}

@@ -60,6 +60,8 @@ class Hang:
             return "run the same code on every rank, and only print or write on one"
         if self.kind == "connection":
             return "check the connection between the machines of these ranks"
+        if self.kind == "disk":
+            return "df and dmesg show whether the disk responds"
         if self.kind == "native":
             return f"py-spy dump --native --pid {self.ranks[0].pid} shows the C code"
         if self.kind == "data":
