@@ -162,7 +162,8 @@ def line_of(fault: str) -> str:
 def command(ranks: int, run: Path, *words: str) -> list[str]:
     return [
         sys.executable, "-W", "ignore", "-m", "paceline", "train", str(Path(__file__).resolve()), "--ranks", str(ranks),
-        "--run-dir", str(run), "--train.steps", "60", "--watch.to", "jsonl", "--survive.restarts", "0", *words,
+        "--run-dir", str(run), "--train.steps", "100", "--log.every", "1", "--watch.to", "jsonl",
+        "--survive.restarts", "0", *words,
     ]  # fmt: skip
 
 
