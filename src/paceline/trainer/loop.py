@@ -269,6 +269,7 @@ class Loop:
     def _evaluate(self, *, split: str = "eval", stop: Callable[[], bool] = lambda: False) -> EvalDone | None:
         """Return the metrics, or None if `stop()` returned True on any rank during the evaluation."""
         self.finish_pending()
+        self._send_heartbeat()  # a save may have come before
         start_time = time.perf_counter()
         data = getattr(self.setup.job, f"{split}_data")
         with self.setup.as_evaluated(), self.setup.step.synchronized_weights():
