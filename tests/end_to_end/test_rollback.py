@@ -49,7 +49,7 @@ def test_a_spike_ends_as_a_run_that_leaves_out_its_samples(small: Shop, layout: 
     records = skipped(small, "run")
     assert [record["step"] for record in records] == [28] and len(records[0]["samples"]) == 12
     assert "step 28: the loss is" in text and "its 12 samples are left out; restarted in" in text, text
-    assert "step 28 is left out: its samples are in skipped.jsonl" in text
+    assert "step 28 is left out, as skipped.jsonl says" in text
     start_with(small, "reference", records)
     train(small, "reference", *shared)
     assert small.digest("run") == small.digest("reference")

@@ -91,7 +91,6 @@ class Loop:
         self._replica_checks = replica_checks
         self._next_check_step = replica_checks.next_step(cursor.step)
         self._rollback = rollback
-        self._left_out_steps = rollback.left_out
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -132,7 +131,7 @@ class Loop:
             except BaseException:
                 self._raise_with_context(step=self.cursor.step + 1)
             self._logger.clock.data_seconds += time.perf_counter() - start_time
-            if step_batch.batch.next_cursor.step in self._left_out_steps:
+            if step_batch.batch.next_cursor.step in self._rollback.left_out:
                 self._leave_out(step_batch)
             else:
                 yield step_batch
@@ -145,8 +144,7 @@ class Loop:
         self.cursor = step_batch.batch.next_cursor
         self._batch_guard.pending_batch = None
         self.setup.update.step_lr_schedulers()
-        text = f"step {self.cursor.step} is left out: its samples are in {SKIPPED}"
-        self.event_bus.emit(Note(text=text, level="warning"))
+        self.event_bus.emit(Note(text=f"step {self.cursor.step} is left out, as {SKIPPED} says", level="warning"))
         self._run_due_actions()
 
     def _no_more_batches(self) -> UsageError:
@@ -399,9 +397,8 @@ class Loop:
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:
-        text = self._replica_checks.check(self.cursor.step)
-        if text:
-            self.event_bus.emit(Note(text=text, level="warning"))
+        for note in self._replica_checks.check(self.cursor.step):
+            self.event_bus.emit(note)
 
     def _evaluate_due(self) -> None:
         """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from paceline.config.task import PreviousFailure
 from paceline.errors import DesyncError
+from paceline.events import Note
 from paceline.parallel.module_access.tensor_access import bits_checksum
 from paceline.trainer.diagnostics.differing_copies import DifferingCopies, name_wrong_copy, read_differing_copies
 from paceline.trainer.saving.local_sgd_state import get_site_synchronizer
@@ -68,11 +69,11 @@ class ReplicaChecks:
             steps.append((step // self._interval + 1) * self._interval)
         return min(due for due in steps if due > step)
 
-    def check(self, step: int) -> str:
+    def check(self, step: int) -> list[Note]:
         """Compare the replicas, unless this step was already compared or `train.check_every` is 0.
 
-        Return a line that names the rank whose copy was wrong in the attempt before, or an empty text. The steps in
-        flight are completed. Every rank must call this.
+        If a difference in this step ended the attempt before, return a note that names the rank whose copy was wrong.
+        The steps in flight are completed. Every rank must call this.
 
         Raises:
             DesyncError: the replicas differ.
@@ -83,9 +84,9 @@ class ReplicaChecks:
             self._last_checked_step = step
         copies = self._differing_copies
         if copies is None or copies.step != step:
-            return ""
+            return []
         self._differing_copies = None
-        return name_wrong_copy(self._setup, copies)
+        return [Note(text=text, level="warning") for text in filter(None, [name_wrong_copy(self._setup, copies)])]
 
 
 def check_replicas(setup: TrainingSetup, *, step: int) -> None:
