@@ -32,28 +32,38 @@ LAYOUTS = {
     "hsdp, 4 ranks": (4, ("--layout", "dp_replicate=2,dp_shard=2")),
     "pp with 2 replicas, 4 ranks": (4, ("--layout", "pp=2,dp_replicate=2")),
 }
-STEPS, EVERY = 30, 5
+STEPS, EVERY, WIDTH = 30, 5, 32
 BITS = (*range(10, 27), 31)  # the lowest bits may vanish in the next update
 
 
-def flip_bit(model: nn.Module, step: int) -> None:
-    """Flip a bit of this rank's weights, once, if this is the rank and the step."""
-    fault: dict[str, Any] = json.loads(os.environ.get("FLIP", "{}"))
-    if not fault or step != fault["step"] or int(os.environ.get("RANK", "0")) != fault["rank"]:
-        return
-    done = Path(fault["done"])
-    if done.exists():
-        return
-    rng = random.Random(fault["seed"])
-    held = [p for p in model.parameters() if local(p).numel()]
-    flat = local(rng.choice(held)).view(-1)
-    index, bit = rng.randrange(flat.numel()), rng.choice(BITS)
-    mask = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
-    flat[index : index + 1].view(torch.int32).bitwise_xor_(mask)
-    done.write_text(f"bit {bit} of element {index}")
+class FlippingAdamW(torch.optim.AdamW):
+    """AdamW, and after one step of one rank a flipped bit in a weight that this rank holds."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        fault: dict[str, Any] = json.loads(os.environ.get("FLIP", "{}"))
+        is_probe = self.param_groups[0]["params"][0].shape[-1] != WIDTH  # Paceline tries the optimizer on other tensors
+        is_due = not is_probe and bool(fault) and self.steps == fault["step"]
+        if is_due and int(os.environ.get("RANK", "0")) == fault["rank"]:
+            self.flip_bit(random.Random(fault["seed"]), done=Path(fault["done"]))
+        return loss
+
+    def flip_bit(self, rng: random.Random, *, done: Path) -> None:
+        """Flip a random bit, unless an earlier attempt of the run has done so."""
+        if done.exists():
+            return
+        held = [local(p) for group in self.param_groups for p in group["params"] if local(p).numel()]
+        flat = rng.choice(held).view(-1)
+        index, bit = rng.randrange(flat.numel()), rng.choice(BITS)
+        mask = torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+        flat[index : index + 1].view(torch.int32).bitwise_xor_(mask)
+        done.write_text(f"bit {bit} of element {index}")
 
 
-def local(parameter: nn.Parameter) -> torch.Tensor:
+def local(parameter: torch.Tensor) -> torch.Tensor:
     """The part of the parameter that this rank holds."""
     tensor = parameter.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -61,14 +71,13 @@ def local(parameter: nn.Parameter) -> torch.Tensor:
 
 def make_job() -> pl.Job:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(240, 32, generator=generator)
+    x = torch.randn(240, WIDTH, generator=generator)
     return pl.Job(
-        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))),
+        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))),
         loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
         train_data=torch.utils.data.TensorDataset(x, x.roll(1, 1)),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+        optimizer=lambda named: FlippingAdamW([p for _, p in named], lr=1e-3),
         global_batch_size=12,
-        on_update=flip_bit,
     )
 
 

@@ -47,6 +47,8 @@ class HangWatch:
         for rank in pids:
             self._update_rank(rank, elapsed)
         stopped = {rank for rank, pid in pids.items() if process_state(pid) == "T"}
+        for rank in self._stopped - stopped:
+            self._silent_seconds[rank] = 0.0  # it continues now, and has not been slow
         were_stopped, self._stopped = self._stopped & stopped, stopped
         if self._reported is not None:
             message = self._recovery_message(pids)
@@ -54,7 +56,7 @@ class HangWatch:
                 return message
         if not were_stopped and max((self._silent_seconds[rank] for rank in pids), default=0.0) < _QUIET_SECONDS:
             return ""
-        hang = self._find_hang(pids)
+        hang = self._find_hang(pids, elapsed)
         return "" if hang is None else self._report(hang)
 
     @property
@@ -73,11 +75,15 @@ class HangWatch:
         seconds = (beat.monotonic_ns - previous.monotonic_ns) / 1e9
         self._step_seconds.append(seconds / (beat.step - previous.step))
 
-    def _find_hang(self, pids: Mapping[int, int]) -> Hang | None:
+    def _find_hang(self, pids: Mapping[int, int], elapsed: float) -> Hang | None:
+        """Return the hang of the ranks. The time in which a rank compiles or is held by a debugger does not count."""
         positions = [
             observe_rank(self._folder, rank, pid=pid, silent_seconds=self._silent_seconds[rank])
             for rank, pid in sorted(pids.items())
         ]
+        for position in positions:
+            if position.is_compiling or position.is_debugged:
+                self._silent_seconds[position.rank] = max(_QUIET_SECONDS, position.silent_seconds - elapsed)
         return find_hang(positions, step_seconds=self.median_step_seconds)
 
     def _report(self, hang: Hang) -> str:
@@ -94,7 +100,7 @@ class HangWatch:
         """Return a message if the ranks that held up the others have advanced."""
         assert self._reported is not None
         ranks = [position.rank for position in self._reported.ranks if position.rank in pids]
-        if not ranks or any(self._silent_seconds[rank] > _QUIET_SECONDS for rank in ranks):
+        if not ranks or any(self._silent_seconds[rank] >= self._reported.seconds for rank in ranks):
             return ""
         self._reported, self._next_report_seconds = None, 0.0
         return f"rank {ranks[0]} continues"

@@ -1,0 +1,95 @@
+"""The watch measures how long ranks are silent, reports a hang once, and says when the rank continues."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.agent.shared_status import HeartbeatWriter
+from paceline.launch.failures.hang_watch import HangWatch, read_hangs
+
+RANK = """
+import sys, time
+from pathlib import Path
+from paceline.launch.agent.rank_activity import ActivityReporter, activity_path
+ActivityReporter().start(activity_path(Path(sys.argv[1]), int(sys.argv[2])))
+time.sleep(600)
+"""
+
+
+class Ranks:
+    """Processes that only sleep, and whose heartbeats the test sends."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.processes = [
+            subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(number)
+        ]
+        self.pages = [HeartbeatWriter(folder / f"pulse-{rank}", start_step=0) for rank in range(number)]
+        self.watch = HangWatch(folder)
+        while not all((folder / f"activity-{rank}").exists() for rank in range(number)):
+            time.sleep(0.05)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in enumerate(self.processes)}
+
+    def watch_for(self, seconds: float) -> list[str]:
+        """What the watch says during this time."""
+        end, said = time.monotonic() + seconds, []
+        while time.monotonic() < end:
+            said.append(self.watch.check(self.pids))
+            time.sleep(0.05)
+        return [text for text in said if text]
+
+    def beat(self, step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for rank in ranks:
+            self.pages[rank].write(step=step, total=100)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path, 2)
+    yield ranks
+    for process in ranks.processes:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_rank_is_reported_once_and_continues(two: Ranks, tmp_path: Path) -> None:
+    for step in range(1, 5):
+        two.beat(step)
+        assert two.watch_for(0.4) == []
+    os.kill(two.pids[1], signal.SIGSTOP)
+    said = two.watch_for(3.0)
+    assert len(said) == 1 and "rank 1 is stopped (state T)" in said[0] and f"kill -CONT {two.pids[1]}" in said[0]
+    assert [hang["kind"] for hang in read_hangs(tmp_path)] == ["stopped"]
+    os.kill(two.pids[1], signal.SIGCONT)
+    two.beat(5)
+    assert two.watch_for(1.0) == ["rank 1 continues"]
+    two.beat(6)
+    assert two.watch_for(0.6) == []
+
+
+def test_the_time_of_a_step_is_measured(two: Ranks) -> None:
+    for step in range(1, 5):
+        two.beat(step)
+        two.watch_for(0.3)
+    assert two.watch.median_step_seconds == pytest.approx(0.3, abs=0.15)
+
+
+def test_ranks_that_beat_are_left_alone(two: Ranks) -> None:
+    for step in range(1, 8):
+        two.beat(step)
+        assert two.watch_for(0.5) == []
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    assert read_hangs(tmp_path) == []
+    (tmp_path / "hangs.jsonl").write_text('{"kind": "code"}\n{"kin')
+    assert read_hangs(tmp_path) == [{"kind": "code"}]
