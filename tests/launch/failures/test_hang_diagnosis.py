@@ -1,5 +1,7 @@
 """`find_hang` names the rank that the others wait for, and says nothing about ranks that may be slow."""
 
+import threading
+
 import pytest
 
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
@@ -21,7 +23,7 @@ DATALOADER = "/x/site-packages/torch/utils/data/dataloader.py"
 IN_ALL_REDUCE = Stack(frames=(Frame(file=C10D, line=9, function="all_reduce"), TRAINER))
 IN_BROADCAST = Stack(frames=(Frame(file=C10D, line=9, function="broadcast"), USER, TRAINER))
 IN_LOSS = Stack(frames=(USER, TRAINER))
-IN_LOCK = Stack(frames=(Frame(file="/usr/lib/python3.11/threading.py", line=320, function="wait"), USER, TRAINER))
+IN_LOCK = Stack(frames=(Frame(file=threading.__file__, line=320, function="wait"), USER, TRAINER))
 
 
 def position(

@@ -12,6 +12,8 @@ import pytest
 
 from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.failures.hang_watch import HangWatch, read_hangs
+from paceline.launch.failures.rank_position import RankPosition
+from paceline.launch.failures.stack_dumps import Frame, Stack
 
 RANK = """
 import sys, time
@@ -93,3 +95,28 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_hangs(tmp_path) == []
     (tmp_path / "hangs.jsonl").write_text('{"kind": "code"}\n{"kin')
     assert read_hangs(tmp_path) == [{"kind": "code"}]
+
+
+def position(silent: float, *, file: str, state: str = "S") -> RankPosition:
+    frame = Frame(file=file, line=1, function="call")
+    return RankPosition(rank=0, pid=1, state=state, stack=Stack(frames=(frame,)), silent_seconds=silent)
+
+
+def test_a_new_activity_starts_the_count_again(tmp_path: Path) -> None:
+    watch = HangWatch(tmp_path)
+    watch._silent_seconds[0] = 5.0
+    slow, busy = "/x/torch/utils/data/dataloader.py", "/home/me/job.py"
+    assert watch._stuck_seconds(position(5.0, file=slow), 0.25) == 5.0  # the first look: all of the silence
+    assert watch._stuck_seconds(position(5.0, file=slow), 0.25) == 5.25
+    assert watch._stuck_seconds(position(5.0, file=busy), 0.25) == 1.0  # a fifth of the silence
+    seen = [watch._stuck_seconds(position(5.0, file=busy), 0.25) for _ in range(8)]
+    assert seen[-1] == 2.0
+
+
+def test_a_compilation_is_not_counted(tmp_path: Path) -> None:
+    watch = HangWatch(tmp_path)
+    watch._silent_seconds[0] = 1.25
+    for _ in range(40):
+        watch._silent_seconds[0] += 0.25
+        watch._stuck_seconds(position(5.0, file="/x/torch/_inductor/compile_fx.py"), 0.25)
+    assert watch._silent_seconds[0] <= 1.5

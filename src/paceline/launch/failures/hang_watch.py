@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
-from paceline.launch.failures.rank_position import has_beaten, observe_rank
+from paceline.launch.failures.rank_position import RankPosition, has_beaten, observe_rank
 from paceline.launch.failures.stack_dumps import process_state
 
 HANGS = "hangs.jsonl"
@@ -23,6 +24,8 @@ _CHECK_SECONDS = 0.25
 _MAX_ELAPSED_SECONDS = 2 * _CHECK_SECONDS  # more means that the machine was suspended
 _QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
 _NUM_STEPS = 50  # over which the median time of a step is measured
+_UNCOUNTED_ACTIVITIES = ("compiling", "debugger")
+_CHANGING_FACTOR = 5.0  # a rank whose activity changes may be silent for longer by this factor
 
 
 class HangWatch:
@@ -32,6 +35,7 @@ class HangWatch:
         self._folder = folder
         self._beats: dict[int, Heartbeat | None] = {}
         self._silent_seconds: dict[int, float] = {}
+        self._activities: dict[int, tuple[str, float]] = {}  # of silent ranks: the activity, and the seconds in it
         self._step_seconds = deque[float](maxlen=_NUM_STEPS)
         self._check_time = time.monotonic()
         self._stopped: set[int] = set()
@@ -69,6 +73,8 @@ class HangWatch:
         beat, previous = read_heartbeat(self._folder / f"pulse-{rank}"), self._beats.get(rank)
         is_new = beat is not None and (previous is None or beat.monotonic_ns != previous.monotonic_ns)
         self._silent_seconds[rank] = 0.0 if is_new else self._silent_seconds.get(rank, 0.0) + elapsed
+        if is_new:
+            self._activities.pop(rank, None)
         self._beats[rank] = beat
         if beat is None or previous is None or not has_beaten(previous) or beat.step <= previous.step:
             return
@@ -76,15 +82,22 @@ class HangWatch:
         self._step_seconds.append(seconds / (beat.step - previous.step))
 
     def _find_hang(self, pids: Mapping[int, int], elapsed: float) -> Hang | None:
-        """Return the hang of the ranks. The time in which a rank compiles or is held by a debugger does not count."""
-        positions = [
-            observe_rank(self._folder, rank, pid=pid, silent_seconds=self._silent_seconds[rank])
-            for rank, pid in sorted(pids.items())
-        ]
-        for position in positions:
-            if position.is_compiling or position.is_debugged:
-                self._silent_seconds[position.rank] = max(_QUIET_SECONDS, position.silent_seconds - elapsed)
+        positions = [observe_rank(self._folder, rank, pid=pid) for rank, pid in sorted(pids.items())]
+        positions = [replace(p, silent_seconds=self._stuck_seconds(p, elapsed)) for p in positions]
         return find_hang(positions, step_seconds=self.median_step_seconds)
+
+    def _stuck_seconds(self, position: RankPosition, elapsed: float) -> float:
+        """Return for how long a rank may have been stuck in its activity.
+
+        A rank that has read a slow sample and now computes has not been stuck for the whole time of its silence.
+        """
+        rank, activity = position.rank, position.activity
+        if activity in _UNCOUNTED_ACTIVITIES:
+            self._silent_seconds[rank] = max(_QUIET_SECONDS, self._silent_seconds[rank] - elapsed)
+        previous, seconds = self._activities.get(rank, (activity, self._silent_seconds[rank] - elapsed))
+        seconds = seconds + elapsed if activity == previous else 0.0
+        self._activities[rank] = activity, seconds
+        return max(seconds, self._silent_seconds[rank] / _CHANGING_FACTOR)
 
     def _report(self, hang: Hang) -> str:
         """Return the message on a hang, and record it for `paceline why`. The same hang is not reported often."""

@@ -105,6 +105,21 @@ class RankPosition:
         return str(frames[0]) if frames else ""
 
     @property
+    def activity(self) -> str:
+        """The kind of what the rank is doing. As long as it is the same, the rank may be stuck in it."""
+        if self.is_stopped:
+            return "stopped"
+        if self.is_debugged:
+            return "debugger"
+        if self.is_blocked_on_disk or self.holds_gil:
+            return "work"
+        if self.is_waiting_for_ranks:
+            return "waiting"
+        if self.is_compiling:
+            return "compiling"
+        return "data" if self.is_reading_data else "work"
+
+    @property
     def doing(self) -> str:
         """The end of a sentence that starts with the rank, such as "is stopped (state T)"."""
         if self.state == "":
@@ -149,10 +164,10 @@ class RankPosition:
         }  # fmt: skip
 
 
-def observe_rank(folder: Path, rank: int, *, pid: int = 0, silent_seconds: float | None = None) -> RankPosition:
+def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
     """Return the position of a rank, from its pages in the attempt folder.
 
-    If the caller does not measure `silent_seconds`, it is the time since the last heartbeat, or 0 before the first one.
+    Its `silent_seconds` are the time since its last heartbeat, or 0 before the first one.
     """
     beat, activity = read_heartbeat(folder / f"pulse-{rank}"), read_rank_activity(folder, rank)
     pid = pid or (activity.pid if activity is not None else 0)
@@ -170,7 +185,7 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0, silent_seconds: float
         position = replace(position, start_step=beat.start_step)
     if beat is not None and has_beaten(beat):
         position = replace(position, step=beat.step, phase=beat.phase, silent_seconds=(now - beat.monotonic_ns) / 1e9)
-    return position if silent_seconds is None else replace(position, silent_seconds=silent_seconds)
+    return position
 
 
 def observe_ranks(folder: Path) -> list[RankPosition]:
