@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class Points(torch.utils.data.TensorDataset):
         Points.reads += 1
         if FAULT in ("data", "data worker") and Points.reads > 4 * FAULT_STEP and is_due(FAULT_STEP):
             time.sleep(600)  # hang: data
-        if FAULT in ("slow sample", "slow worker") and index % 60 == 7:
+        if FAULT in ("slow sample", "slow worker") and index == 7:
             time.sleep(5)
         return super().__getitem__(index)
 
@@ -257,7 +258,7 @@ def freezable(folder: Path) -> Path:
 def see_sound(fault: str, rng: random.Random) -> str:
     """Run a sound training, and return what it printed about hangs; empty if nothing."""
     ranks = rng.choice((2, 2, 3))
-    words = ["--eval.every", "25"]
+    words = ["--eval.every", "50"]
     words += ["--train.compile", "true"] if fault == "compile" else []
     words += ["--data.workers", "1"] if fault == "slow worker" else []
     words += ["--checkpoint.every", "20", "--faults", "slow rank=1 step=20 point=save seconds=5"] * (
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--sound", type=int, default=200)
     parser.add_argument("--kinds", nargs="*", default=[*HANGS, *SOUND])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="sound runs at the same time")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     hangs = [kind for kind in HANGS if kind in arguments.kinds]
@@ -313,9 +315,10 @@ def main() -> None:
     if hangs:
         print(f"{num_right} of {arguments.hangs} hangs named right (rank, kind, line)", flush=True)
     num_alarms, by_kind = 0, dict.fromkeys(sound, 0)
-    for number in range(arguments.sound if sound else 0):
-        fault = sound[number % len(sound)]
-        text = see_sound(fault, rng)
+    faults = [sound[number % len(sound)] for number in range(arguments.sound if sound else 0)]
+    with ThreadPoolExecutor(max_workers=arguments.jobs) as pool:
+        seen_texts = list(pool.map(lambda fault: see_sound(fault, random.Random(rng.random())), faults))
+    for fault, text in zip(faults, seen_texts, strict=True):
         by_kind[fault] += 1
         if text:
             num_alarms += 1
