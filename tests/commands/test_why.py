@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_is_named_within_seconds(shop: Shop, hanging: "subproc
     os.kill(hanging.pid, signal.SIGKILL)
     ended = wait_until(shop, "run", "killed")
     assert LINE in ended["ranks"][1]["line"] and ended["go_on"].startswith("paceline train job.py --run-dir run")
-    assert "ended without a record" in shop.run("why", "run").out
+    assert "ended without a message" in shop.run("why", "run").out
 
 
 def test_a_failure_is_explained_with_what_followed_from_it(shop: Shop) -> None:

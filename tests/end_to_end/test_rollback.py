@@ -1,7 +1,6 @@
 """After a spike or a step that is not finite, the run goes back, and ends as one without the samples of this step."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def test_too_many_rollbacks_end_the_run(small: Shop) -> None:
     text = train(small, "run", "--train.on_nonfinite", "rollback", "--train.max_rollbacks", "2", bad="nan", steps=12,
                  code=1)  # fmt: skip
     assert len(skipped(small, "run")) == 2
-    assert "NonFiniteError" in text and "2 steps are left out already (train.max_rollbacks)" in text, text
+    assert "NonFiniteError" in text and "train.max_rollbacks is 2, and 2 steps are left out already" in text, text
 
 
 def test_a_spike_is_skipped_or_ends_the_run(small: Shop) -> None:
@@ -99,10 +98,12 @@ def test_asynchronous_updates_are_refused(small: Shop) -> None:
     assert not (small.path / "run" / "skipped.jsonl").exists()
 
 
-def test_the_file_of_another_version_is_no_obstacle(tmp_path: Path) -> None:
-    from paceline.trainer.saving.rollback import read_left_out_steps
+def test_a_damaged_file_is_refused(small: Shop) -> None:
+    start_with(small, "run", [{"other": 1}])
+    text = train(small, "run", code=2)
+    assert "line 1 of run/skipped.jsonl does not name a step to leave out" in text, text
 
-    path = tmp_path / "skipped.jsonl"
-    assert read_left_out_steps(path) == []
-    path.write_text('{"step": 4}\n{"other": 1}\n{"step": 9, "sam')
-    assert read_left_out_steps(path) == [4]
+
+def test_a_skipped_step_is_reported(small: Shop) -> None:
+    text = train(small, "run", "--train.on_nonfinite", "skip", bad="nan", steps=5)
+    assert "is skipped on all ranks: the loss is nan" in text

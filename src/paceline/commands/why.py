@@ -12,12 +12,13 @@ from paceline.commands.common.resume_command import build_resume_command
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import UsageError
-from paceline.filesystem.run_lock import is_run_folder_locked, lock_host
+from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
 from paceline.launch.failures.rank_position import RankPosition, observe_ranks
+from paceline.launch.failures.stack_dumps import process_state
 from paceline.launch.launcher import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
 from paceline.reporting.failures import newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
@@ -26,13 +27,14 @@ from paceline.run_folder.run_folder import RunFolder, find_run, read_task
 _LIVE_SECONDS = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _MAX_LINES = 16
+_SILENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """The state of a run and its reason.
 
-    `state` is `running`, `hanging`, `done`, `stopped`, `failed`, `killed` or `not started`.
+    `state` is `running`, `hanging`, `restarting`, `done`, `stopped`, `failed`, `killed` or `not started`.
     """
 
     run: Path
@@ -49,6 +51,8 @@ class Explanation:
     """The failures of other ranks, which followed from the first."""
     restarts: tuple[str, ...] = ()
     resume_command: str = ""
+    stopped_command: int = 0
+    """The process of the command if a signal has stopped it, else 0."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation under the keys of `--json`."""
@@ -74,19 +78,34 @@ class Explanation:
         lines = [head, *(f"  {line}" for line in self.restarts)]
         if self.outcome is not None:
             lines += [failure_screen(self.outcome), *self._follow_up_lines()]
-            lines += [f"named before: {record['message'].splitlines()[0]}" for record in self.hangs[-1:]]
+            lines += [f"named before: {' '.join(_first_lines(record))}" for record in self.hangs[-1:]]
         elif self.state == "killed":
             lines += [
-                "The command ended without a record, and its ranks with it.",
+                "The command and its ranks ended without a message.",
                 "    likely cause: kill -9, a second Ctrl-C, a reboot, or the kernel for lack of memory",
                 *self._position_lines("When it ended:"),
             ]
+        elif self.state == "restarting":
+            lines.append("The ranks have ended, and the command is about to restart them, or to end.")
         elif self.state in ("running", "hanging"):
             lines += self._position_lines("")
-            lines.append(self.hang.message if self.hang is not None else "no rank hangs")
+            lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
+        if self.stopped_command:
+            lines.append(
+                f"The command itself is stopped: kill -CONT {self.stopped_command} lets it restart and end the ranks."
+            )
         if self.resume_command:
             lines.append(f"Resume: {self.resume_command}")
         return "\n".join(lines)
+
+    def _no_hang_text(self) -> str:
+        silent = [position for position in self.positions if position.silent_seconds > _SILENT_SECONDS]
+        if not silent:
+            return "no rank hangs"
+        return (
+            "no rank is named yet: a rank may be silent for 10 s while it reads data, for 30 s until its first step "
+            "ends, and for 60 s in a save or in on_eval"
+        )
 
     def _follow_up_lines(self) -> list[str]:
         lines = [f"  then {_follow_up_text(failure)}" for failure in self.follow_up[:_MAX_LINES]]
@@ -99,9 +118,15 @@ class Explanation:
         for position in self.positions[:_MAX_LINES]:
             age = "" if has_ended else f", {position.silent_seconds:.1f} s ago"
             doing = f"in {position.line}" if has_ended else position.doing
-            lines.append(f"  rank {position.rank}  step {position.step}{age}  {doing}")
+            process = "" if has_ended else f" (PID {position.pid})"
+            lines.append(f"  rank {position.rank}{process}  step {position.step}{age}  {doing}")
         num_hidden = len(self.positions) - _MAX_LINES
         return [*lines, *([f"  and {plural(num_hidden, 'more rank')}"] if num_hidden > 0 else [])]
+
+
+def _first_lines(record: dict[str, Any]) -> list[str]:
+    """Return the first two lines of a recorded hang: which rank, and what it was doing."""
+    return [line.strip() for line in str(record.get("message", "")).splitlines()[:2]]
 
 
 def _follow_up_text(failure: Failure) -> str:
@@ -144,7 +169,8 @@ def explain_run(run: str | None = None) -> Explanation:
 
 
 def _explain_running(explanation: Explanation, folder: RunFolder, attempt: Path) -> Explanation:
-    host = lock_host(folder.path)
+    holder = lock_holder(folder.path)
+    host = str(holder.get("host") or "")
     if host not in ("", socket.gethostname()):
         raise UsageError(
             f"{folder.path} is running on {host}, and only that machine can see what its ranks are doing.",
@@ -152,9 +178,14 @@ def _explain_running(explanation: Explanation, folder: RunFolder, attempt: Path)
         )
     positions = observe_ranks(attempt)
     hang = find_hang(positions)
+    if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
+        hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
+    have_ended = bool(positions) and all(position.has_ended for position in positions)
+    pid = int(holder.get("pid") or 0)
     return replace(
         explanation,
-        state="running" if hang is None else "hanging",
+        state="restarting" if have_ended else "running" if hang is None else "hanging",
+        stopped_command=pid if pid and process_state(pid) == "T" else 0,
         step=max((position.step for position in positions), default=explanation.step),
         positions=tuple(positions),
         hang=hang,
@@ -166,8 +197,14 @@ def _explain_failed(
 ) -> Explanation:
     request = json_or_none(attempt / "request.json") or {}
     outcome = LaunchOutcome(
-        exit_code=first.exit_code, failure=first, attempt_folder=attempt, seconds=0.0, ranks=request.get("ranks", 1)
+        exit_code=first.exit_code,
+        failure=first,
+        attempt_folder=attempt,
+        seconds=0.0,
+        ranks=request.get("ranks", 1),
+        end_reason=first.end_reason,
     )
+    others = [other for other in others if not (first.is_joint and other.kind == first.kind)]
     can_resume = can_resume_run(folder.path, first.exit_code, first)
     return replace(
         explanation,

@@ -121,14 +121,14 @@ def is_run_folder_locked(folder: Path) -> bool:
         os.close(handle)
 
 
-def lock_host(folder: Path) -> str:
-    """Return the machine on which the holder of a locked folder runs; empty if the lock file does not say."""
+def lock_holder(folder: Path) -> dict[str, Any]:
+    """Return the `host` and the `pid` of the holder of a locked folder; empty if the lock file does not say."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return ""
+        return {}
     try:
-        return str(_read_holder(handle).get("host") or "")
+        return _read_holder(handle)
     finally:
         os.close(handle)
 

@@ -188,6 +188,8 @@ def _run_attempts(
             actions += policy.handle(end)
         else:
             assert outcome is not None
+            if outcome.failure is not None and action.reason:
+                _write_failure(outcome.attempt_folder, replace(outcome.failure, end_reason=action.reason))
             seconds = time.monotonic() - start_time
             return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
 
@@ -271,10 +273,14 @@ def _run_attempt(
     code, failure = supervisor.run(tick)
     tick()
     if failure is not None:
-        with suppress(OSError):
-            write_json(folder / FIRST_FAILURE, asdict(failure))
+        _write_failure(folder, failure)
     seconds = time.monotonic() - start_time
     return LaunchOutcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+
+
+def _write_failure(folder: Path, failure: Failure) -> None:
+    with suppress(OSError):
+        write_json(folder / FIRST_FAILURE, asdict(failure))
 
 
 def _inherited_handles(run_lock: RunLock | None, payload: Mapping[str, Any]) -> list[int]:
@@ -424,11 +430,13 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     lines = [f"FAILED{step_text}. First error: rank {failure.rank}, {location}{description}"]
     if failure.kind in (TIMEOUT, DIVERGED):
         lines = [f"FAILED{step_text}: {failure.message}"]
+    elif failure.is_joint:
+        lines = [f"FAILED{step_text}. {failure.kind}: {failure.message}"]
     elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
     num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
-    if num_others and failure.kind != DIVERGED:
+    if num_others and failure.kind != DIVERGED and not failure.is_joint:
         lines.append(
             f"The other {num_others} rank{'s' if num_others > 1 else ''} stopped because rank {failure.rank} {reason}."
         )

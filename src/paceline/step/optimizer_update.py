@@ -213,7 +213,7 @@ class OptimizerUpdate:
             f"{'' if nonfinite_names or not math.isfinite(loss) else ', but their norm is not'}.",
             cause="a learning rate that is too high, inputs that are not finite, or a division "
             "by zero in model or loss",
-            hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
+            hint="--train.on_nonfinite skip or rollback, or --train.max_grad_norm 1.0",
         )
 
     def _clip(self, gradients: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
@@ -254,7 +254,7 @@ class OptimizerUpdate:
             raise SpikeError(
                 f"step {step}: {spike}.",
                 cause="a bad batch, or a learning rate that is too high",
-                hint="--train.on_spike rollback leaves the batch out; --train.spike_sigma sets the limit",
+                hint="--train.on_spike skip or rollback; a larger --train.spike_sigma if this is usual",
             )
         return bool(spike)
 

@@ -273,6 +273,12 @@ class StepResult:
         return None if self.async_grad_norm is None else self.async_grad_norm.values()[0]
 
     @property
+    def skip_text(self) -> str:
+        """A line that says that all ranks have skipped this step."""
+        norm = "" if self.grad_norm is None else f", the gradient norm {self.grad_norm:.6g}"
+        return f"step {self.step} is skipped on all ranks: the loss is {self.loss:.6g}{norm}"
+
+    @property
     def is_finite(self) -> bool:
         """True if the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))

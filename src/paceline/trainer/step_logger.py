@@ -33,6 +33,8 @@ class StepLogger:
 
     def record(self, result: StepResult, *, cursor: Cursor) -> None:
         """Add a step that ends at `cursor`, and process the results that are at least `lag` steps old."""
+        if result.skipped:
+            self._event_bus.emit(Note(text=result.skip_text, level="warning"))
         self._pending.append((result, cursor))
         self._add_to_clock(result)
         self._process_results(num_left=self._setup.step.lag)

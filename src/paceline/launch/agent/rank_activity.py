@@ -41,6 +41,8 @@ class Activity:
     pid: int
     monotonic_ns: int
     frames: tuple[Frame, ...] = ()
+    start_ns: int = 0
+    """When the rank created its page."""
     num_operations: int = 0
     """How many collectives and sends this rank has started."""
     last_operation: str = ""
@@ -58,6 +60,7 @@ class ActivityReporter:
     def __init__(self) -> None:
         self.traffic: Traffic | None = None
         self._page: mmap.mmap | None = None
+        self._start_ns = 0
 
     def start(self, path: Path) -> None:
         """Create the page, and start the thread that writes to it until the process ends.
@@ -71,6 +74,7 @@ class ActivityReporter:
                 self._page = mmap.mmap(file.fileno(), _PAGE_BYTES)
         except OSError:
             return
+        self._start_ns = time.monotonic_ns()
         self._write()
         threading.Thread(target=self._run, name="paceline-activity", daemon=True).start()
 
@@ -87,6 +91,7 @@ class ActivityReporter:
             activity = Activity(
                 pid=os.getpid(),
                 monotonic_ns=time.monotonic_ns(),
+                start_ns=self._start_ns,
                 frames=frames,
                 num_operations=traffic.num_operations,
                 last_operation=traffic.last_operation,

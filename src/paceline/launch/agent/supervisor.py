@@ -100,7 +100,7 @@ class Supervisor:
         if self._saves_checkpoints:
             folder, seconds = self._attempt.folder, self._silence_timeout
             self._watcher = SilenceWatcher(folder, status_fd=self._forkserver.status_fd, seconds=seconds)
-            self._hang_watch = HangWatch(folder) if self._watches_hangs else None
+            self._hang_watch = HangWatch(folder, status_fd=self._status_fd) if self._watches_hangs else None
         self._stop_requests.on_request = self._on_stop_request
         if self._num_stop_requests > int(self._saves_checkpoints):  # they came before `on_request` was set
             self._kill()

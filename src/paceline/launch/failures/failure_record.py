@@ -26,6 +26,7 @@ from paceline.errors import (
     RollbackError,
     RunError,
     SaveError,
+    SpikeError,
     shorten_text,
     user_line,
 )
@@ -49,7 +50,7 @@ TRACEBACK_MARKER = "\x1epaceline: a traceback follows\x1e"
 FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _MAX_MESSAGE_CHARACTERS = 400
-_MAX_SUMMARY_CHARACTERS = 160
+_MAX_SUMMARY_CHARACTERS = 300
 TIMEOUT, DIVERGED = "timeout", "apart"  # fixed values of `error` in --json
 _KINDS_IN_WORDS = ("exit", TIMEOUT, DIVERGED)  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
@@ -79,6 +80,8 @@ class Failure:
     """The fields of a `PacelineError`: what, where, cause, hint, numbers."""
     doing: str = ""
     """What the rank had started last, such as the gather of a unit."""
+    end_reason: str = ""
+    """Why the run was not restarted after this failure, as a line for the screen."""
     is_users_own: bool = False
     """Whether the user's own code raised the exception.
 
@@ -96,10 +99,15 @@ class Failure:
             return f"rank {self.rank} killed by {self.message.partition(' ')[0]}{memory}{place}"
         line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
         message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
-        if self.kind == RollbackError.__name__:
+        if self.is_joint:
             return message
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
         return f"rank {self.rank} failed{place}: {': '.join(parts)}"
+
+    @property
+    def is_joint(self) -> bool:
+        """Return whether all ranks have decided this together, so that none of them is to blame."""
+        return self.kind in (SpikeError.__name__, RollbackError.__name__)
 
     @property
     def is_short_of_memory(self) -> bool:

@@ -45,10 +45,16 @@ class Hang:
     seconds: float = 0.0
     step_seconds: float | None = None
     """The median time of a step; None if no step is known."""
+    details: str = ""
+    """What a data worker of the first rank is doing, as the end of a sentence."""
 
     @property
     def cause(self) -> str:
         """The likely cause."""
+        if self.kind == "code" and not self.waiting:
+            return "code that never ends, on every rank"
+        if self.kind == "data" and self.ranks[0].stack.user_frames:
+            return "a slow or dead disk, or a lock in the dataset"
         return _CAUSES[self.kind]
 
     @property
@@ -65,8 +71,9 @@ class Hang:
         if self.kind == "native":
             return f"py-spy dump --native --pid {self.ranks[0].pid} shows the C code"
         if self.kind == "data":
-            return "read this sample in a script; --data.workers 0 shows the line of the dataset"
-        return f"py-spy dump --pid {self.ranks[0].pid} shows all threads of this rank"
+            workers = "" if self.ranks[0].stack.user_frames else "; --data.workers 0 reads it in the rank itself"
+            return f"read the sample in a script{workers}"
+        return f"look at that line; py-spy dump --pid {self.ranks[0].pid} (pip install py-spy) shows all threads"
 
     @property
     def message(self) -> str:
@@ -79,11 +86,13 @@ class Hang:
             names = _rank_names(self.ranks)
             head = f"{names} {_is_or_are(self.ranks)} holding up step {step}, for {self.seconds:.1f} s{usual}"
         lines = [f"  rank {position.rank} {position.doing}" for position in self.ranks[:_MAX_NAMED]]
+        lines[0] += self.details
         if self.waiting:
             operations = sorted({position.operation for position in self.waiting if position.operation})
             in_text = f" in {' and '.join(operations)}" if operations else ""
             verb = "waits" if len(self.waiting) == 1 else "wait"
-            lines.append(f"  {_rank_names(self.waiting)} {verb} for it{in_text}")
+            culprits = "it" if len(self.ranks) == 1 else "them"
+            lines.append(f"  {_rank_names(self.waiting)} {verb} for {culprits}{in_text}")
         return "\n".join([head, *lines, f"  likely cause: {self.cause}", f"  to do: {self.hint}"])
 
     def as_json(self) -> dict[str, Any]:
@@ -96,6 +105,7 @@ class Hang:
             "seconds": round(self.seconds, 3),
             "line": self.ranks[0].line,
             "operation": operations[0] if operations else "",
+            "details": self.details,
             "message": self.message,
             "cause": self.cause,
             "hint": self.hint,
@@ -108,7 +118,7 @@ def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None =
     `step_seconds` is the median time of a step. A rank hangs if it is silent for longer than what it does may take, and
     another rank waits for it. Without a waiting rank, five times as long. A debugger is no hang.
     """
-    alive = [position for position in positions if position.state not in ("Z", "X", "")]
+    alive = [position for position in positions if not position.has_ended]
     if any(position.is_debugged for position in alive):
         return None
     stopped = [p for p in alive if p.is_stopped and p.silent_seconds > _STOPPED_SECONDS]

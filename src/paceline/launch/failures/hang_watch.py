@@ -5,6 +5,7 @@ A rank that is named may just be slow, so this watch ends nothing. The ranks end
 """
 
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.rank_position import RankPosition, has_beaten, observe_rank
 from paceline.launch.failures.stack_dumps import process_state
+from paceline.launch.failures.stuck_rank import describe_data_worker
 
 HANGS = "hangs.jsonl"
 _CHECK_SECONDS = 0.25
@@ -25,14 +27,16 @@ _MAX_ELAPSED_SECONDS = 2 * _CHECK_SECONDS  # more means that the machine was sus
 _QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
 _NUM_STEPS = 50  # over which the median time of a step is measured
 _UNCOUNTED_ACTIVITIES = ("compiling", "debugger")
+_REPEAT_SECONDS, _REPEAT_FACTOR = 60.0, 10.0  # the same ranks are reported again after this time, or at this growth
 _CHANGING_FACTOR = 5.0  # a rank whose activity changes may be silent for longer by this factor
 
 
 class HangWatch:
     """The watch over the ranks of one attempt."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, status_fd: int | None = None) -> None:
         self._folder = folder
+        self._status_fd = status_fd  # of the buffer into which data workers write their stacks
         self._beats: dict[int, Heartbeat | None] = {}
         self._silent_seconds: dict[int, float] = {}
         self._activities: dict[int, tuple[str, float]] = {}  # of silent ranks: the activity, and the seconds in it
@@ -40,7 +44,9 @@ class HangWatch:
         self._check_time = time.monotonic()
         self._stopped: set[int] = set()
         self._reported: Hang | None = None
-        self._next_report_seconds = 0.0
+        self._last_reports: dict[
+            tuple[int, ...], tuple[float, float]
+        ] = {}  # by ranks: the time, and the hang's seconds
 
     def check(self, pids: Mapping[int, int]) -> str:
         """Return a message to print, or an empty text. `pids` are the processes of the ranks."""
@@ -100,11 +106,14 @@ class HangWatch:
         return max(seconds, self._silent_seconds[rank] / _CHANGING_FACTOR)
 
     def _report(self, hang: Hang) -> str:
-        """Return the message on a hang, and record it for `paceline why`. The same hang is not reported often."""
-        is_same = self._reported is not None and _ranks_of(hang) == _ranks_of(self._reported)
-        if is_same and hang.seconds < self._next_report_seconds:
+        """Return the message on a hang, and record it for `paceline why`. The same ranks are not reported often."""
+        ranks, now = tuple(position.rank for position in hang.ranks), time.monotonic()
+        last_time, last_seconds = self._last_reports.get(ranks, (-math.inf, 0.0))
+        if now - last_time < _REPEAT_SECONDS and hang.seconds < _REPEAT_FACTOR * last_seconds:
             return ""
-        self._reported, self._next_report_seconds = hang, 10 * hang.seconds if not is_same else 2 * hang.seconds
+        self._reported, self._last_reports[ranks] = hang, (now, hang.seconds)
+        if hang.kind == "data" and self._status_fd is not None:
+            hang = replace(hang, details=describe_data_worker(hang.ranks[0].pid, self._status_fd))
         with suppress(OSError), (self._folder / HANGS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), **hang.as_json()}) + "\n")
         return hang.message
@@ -115,8 +124,10 @@ class HangWatch:
         ranks = [position.rank for position in self._reported.ranks if position.rank in pids]
         if not ranks or any(self._silent_seconds[rank] >= self._reported.seconds for rank in ranks):
             return ""
-        self._reported, self._next_report_seconds = None, 0.0
-        return f"rank {ranks[0]} continues"
+        self._reported = None
+        return (
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} continue{'s' * (len(ranks) == 1)}"
+        )
 
 
 def read_hangs(folder: Path) -> list[dict[str, Any]]:
@@ -127,7 +138,3 @@ def read_hangs(folder: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 hangs.append(json.loads(line))
     return hangs
-
-
-def _ranks_of(hang: Hang) -> list[int]:
-    return [position.rank for position in hang.ranks]

@@ -44,6 +44,11 @@ class RankPosition:
     last_operation: str = ""
 
     @property
+    def has_ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self.state in ("Z", "X", "")
+
+    @property
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process."""
         return self.state == "T"
@@ -57,7 +62,7 @@ class RankPosition:
     @property
     def holds_gil(self) -> bool:
         """Return whether the process runs, but its Python threads do not: native code holds the interpreter lock."""
-        return self.unwritten_seconds > _UNWRITTEN_SECONDS and self.state not in ("T", "t", "Z", "X", "")
+        return self.unwritten_seconds > _UNWRITTEN_SECONDS and self.state not in ("T", "t") and not self.has_ended
 
     @property
     def is_blocked_on_disk(self) -> bool:
@@ -122,7 +127,7 @@ class RankPosition:
     @property
     def doing(self) -> str:
         """The end of a sentence that starts with the rank, such as "is stopped (state T)"."""
-        if self.state == "":
+        if self.has_ended:
             return "has ended"
         if self.is_stopped:
             return "is stopped (state T)"
@@ -167,7 +172,7 @@ class RankPosition:
 def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
     """Return the position of a rank, from its pages in the attempt folder.
 
-    Its `silent_seconds` are the time since its last heartbeat, or 0 before the first one.
+    Its `silent_seconds` are the time since its last heartbeat, or since its start if it has sent none.
     """
     beat, activity = read_heartbeat(folder / f"pulse-{rank}"), read_rank_activity(folder, rank)
     pid = pid or (activity.pid if activity is not None else 0)
@@ -177,6 +182,7 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
         position = replace(
             position,
             unwritten_seconds=(now - activity.monotonic_ns) / 1e9,
+            silent_seconds=(now - activity.start_ns) / 1e9,
             stack=activity.stack,
             num_operations=activity.num_operations,
             last_operation=activity.last_operation,

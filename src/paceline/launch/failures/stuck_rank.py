@@ -83,11 +83,11 @@ def locate_silent_rank(silent_rank: SilentRank, status_fd: int) -> SilentRank:
     stack = request_stack(silent_rank.pid, status_fd)
     location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
     if stack.is_waiting_for_data or not stack.user_frames:
-        location = _describe_data_worker(silent_rank.pid, status_fd) or location
+        location = describe_data_worker(silent_rank.pid, status_fd) or location
     return replace(silent_rank, location=location, stack=stack)
 
 
-def _describe_data_worker(pid: int, status_fd: int) -> str:
+def describe_data_worker(pid: int, status_fd: int) -> str:
     """Return a description of the data worker that the rank waits for: one that is stopped, or is in the job's code."""
     for worker in forked_children(pid)[:_MAX_STACK_REQUESTS]:
         state = process_state(worker)

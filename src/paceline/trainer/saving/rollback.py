@@ -5,15 +5,15 @@ that is started with the file leaves out the same steps.
 """
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.data.types import StepInput
-from paceline.errors import NonFiniteError, RollbackError, RunError
+from paceline.errors import CheckpointError, NonFiniteError, RollbackError, RunError
+from paceline.filesystem.atomic_files import write_text
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Progress
@@ -40,7 +40,9 @@ class Rollback:
         if policy != "rollback":
             return error
         if len(self.left_out) >= train.max_rollbacks:
-            error.hint = f"{len(self.left_out)} steps are left out already (train.max_rollbacks); {error.hint}"
+            error.hint = (
+                f"train.max_rollbacks is {train.max_rollbacks}, and {len(self.left_out)} steps are left out already"
+            )
             return error
         record = self._record(error, step_batch)
         if self._setup.world.is_main:
@@ -60,10 +62,14 @@ class Rollback:
 
 
 def open_rollback(setup: TrainingSetup, run: RunFolder) -> Rollback:
-    """Return the rollbacks of a run, with the steps that its file lists. Every rank must call this."""
+    """Return the rollbacks of a run, with the steps that its file lists. Every rank must call this.
+
+    Raises:
+        CheckpointError: the file is damaged. A run that ignored it would train on the samples that it leaves out.
+    """
     path = run.path / SKIPPED
-    steps = setup.world.share_json(read_left_out_steps(path) if setup.world.is_main else [])
-    return Rollback(setup=setup, path=path, left_out=steps)
+    steps = run_on_all_ranks(setup.world, lambda: read_left_out_steps(path) if setup.world.is_main else [])
+    return Rollback(setup=setup, path=path, left_out=setup.world.share_json(steps))
 
 
 def restore_progress(setup: TrainingSetup, loaded: OpenCheckpoint | None) -> Progress:
@@ -75,17 +81,29 @@ def restore_progress(setup: TrainingSetup, loaded: OpenCheckpoint | None) -> Pro
 
 
 def read_left_out_steps(path: Path) -> list[int]:
-    """Return the steps that a `skipped.jsonl` lists; a line that was cut off is ignored."""
+    """Return the steps that a `skipped.jsonl` lists.
+
+    Raises:
+        CheckpointError: a line is damaged.
+    """
+    if not path.exists():
+        return []
     steps = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                steps.append(int(json.loads(line)["step"]))
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            steps.append(int(json.loads(line)["step"]))
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"line {number} of {path} does not name a step to leave out.",
+                cause="a damaged disk, or an edited file: each line is a JSON object with the key step",
+                hint="correct the line, or remove the file to train on all samples",
+            ) from None
     return steps
 
 
 def _append_line(path: Path, line: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Append a line by an atomic replacement, so that no kill leaves a part of it."""
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    if earlier and not earlier.endswith("\n"):
+        earlier += "\n"
+    write_text(path, f"{earlier}{line}\n")
