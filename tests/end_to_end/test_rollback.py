@@ -1,10 +1,13 @@
 """After a spike or a step that is not finite, the run goes back, and ends as one without the samples of this step."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.errors import CheckpointError
+from paceline.trainer.saving.rollback import read_left_out_steps
 from tests.conftest import SMALL_JOB, Shop
 
 WORDS = ("--train.micro_batch_size", "3", "--checkpoint.every", "8", "--job.dropout", "0.1", "--eval.every", "10")
@@ -98,12 +101,33 @@ def test_asynchronous_updates_are_refused(small: Shop) -> None:
     assert not (small.path / "run" / "skipped.jsonl").exists()
 
 
-def test_a_damaged_file_is_refused(small: Shop) -> None:
+@pytest.mark.parametrize(
+    "line", ['{"stp": 22}', '{"step": true}', '{"step": 0}', '{"step": 1e999}', '{"step": 2', "[" * 9999, "\udcff"]
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "skipped.jsonl"
+    path.write_bytes(b'{"step": 4}\n' + line.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"line 2 of .*skipped\.jsonl does not name a step"):
+        read_left_out_steps(path)
+
+
+def test_a_damaged_file_ends_the_command_before_it_trains(small: Shop) -> None:
     start_with(small, "run", [{"other": 1}])
     text = train(small, "run", code=2)
     assert "line 1 of run/skipped.jsonl does not name a step to leave out" in text, text
 
 
+def test_a_file_that_is_not_there_leaves_out_nothing(tmp_path: Path) -> None:
+    assert read_left_out_steps(tmp_path / "skipped.jsonl") == []
+    with pytest.raises(CheckpointError, match="can't be read"):
+        read_left_out_steps(tmp_path)
+
+
 def test_a_skipped_step_is_reported(small: Shop) -> None:
     text = train(small, "run", "--train.on_nonfinite", "skip", bad="nan", steps=5)
     assert "is skipped on all ranks: the loss is nan" in text
+
+
+def test_a_spike_in_exact_mode_is_found(small: Shop) -> None:
+    text = train(small, "run", "--train.exact", "--train.on_spike", "stop", "--faults", "spike rank=1 step=28", code=1)
+    assert "SpikeError" in text and "step 28" in text, text

@@ -3,9 +3,12 @@
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline.commands.command_table import VerbOutput, WhyOptions
 from paceline.commands.common.resume_command import build_resume_command
@@ -99,6 +102,8 @@ class Explanation:
         return "\n".join(lines)
 
     def _no_hang_text(self) -> str:
+        if not self.positions:
+            return "the ranks are starting"
         silent = [position for position in self.positions if position.silent_seconds > _SILENT_SECONDS]
         if not silent:
             return "no rank hangs"
@@ -217,9 +222,13 @@ def _explain_failed(
 
 
 def _failure(fields: dict[str, Any]) -> Failure:
-    """Return a recorded failure; a field that another version wrote is left out."""
-    known = Failure.__dataclass_fields__
-    return Failure(**{"kind": "", "message": "", **{k: v for k, v in fields.items() if k in known}})
+    """Return a recorded failure. Fields that another version wrote, or that are damaged, are left out."""
+    readable: dict[str, Any] = {"rank": 0, "kind": "", "message": ""}
+    for name, value in fields.items():
+        with suppress(msgspec.ValidationError):
+            msgspec.convert({**readable, name: value}, Failure)
+            readable[name] = value
+    return msgspec.convert(readable, Failure)
 
 
 def _recorded_state(folder: RunFolder, history: History) -> str:

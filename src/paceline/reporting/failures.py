@@ -46,7 +46,7 @@ def newest_training_attempt(run: RunFolder) -> Path | None:
 
 
 def _attempt_folders(run: RunFolder) -> list[Path]:
-    return sorted(run.logs.glob("attempt-*"), key=lambda p: (len(p.name), p.name))
+    return sorted((path for path in run.logs.glob("attempt-*") if _attempt_number(path)), key=_attempt_number)
 
 
 def _attempt_number(attempt: Path) -> int:

@@ -189,3 +189,18 @@ def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_on
 ])  # fmt: skip
 def test_a_failure_in_one_line(failure: Failure, text: str) -> None:
     assert failure.summary == text
+
+
+def test_a_rollback_restarts_at_once_and_is_not_counted() -> None:
+    policy = started(max_restarts=0)
+    rollback = Failure(rank=0, kind="RollbackError", message="step 30: its 12 samples are left out", step=30)
+    for _ in range(6):
+        assert policy.handle(end(rollback, saved=20, start=20, reached=29)) == [StartAttempt(after=rollback)]
+    spike = replace(rollback, kind="SpikeError")
+    assert is_over(policy.handle(end(spike)))
+
+
+def test_a_wrong_copy_in_the_first_step_restarts_only_a_resumed_attempt() -> None:
+    wrong = Failure(rank=1, kind="DesyncError", message="the replicas are no longer equal", step=11)
+    assert started().handle(end(wrong, start=10, reached=10, saved=10)) == [StartAttempt(after=wrong)]
+    assert is_over(started().handle(end(replace(wrong, step=1), start=0, reached=0, saved=0)))

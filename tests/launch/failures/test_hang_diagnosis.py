@@ -1,6 +1,8 @@
 """`find_hang` names the rank that the others wait for, and says nothing about ranks that may be slow."""
 
+import pdb
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -66,7 +68,8 @@ def found(*positions: RankPosition, step_seconds: float | None = 0.1) -> Hang:
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_named(culprit: RankPosition, kind: str) -> None:
-    hang = found(position(0), culprit, position(2))
+    waiting = [position(rank, silent=culprit.silent_seconds) for rank in (0, 2)]
+    hang = found(waiting[0], culprit, waiting[1])
     assert hang.kind == kind
     assert [p.rank for p in hang.ranks] == [1] and [p.rank for p in hang.waiting] == [0, 2]
     assert "rank 1 is holding up step 13" in hang.message and "ranks 0 and 2 wait for it in all_reduce" in hang.message
@@ -84,7 +87,7 @@ def test_the_rank_that_the_others_wait_for_is_named(culprit: RankPosition, kind:
         pytest.param(position(1, IN_LOSS, start_step=12, silent=25.0), id="the first step"),
         pytest.param(position(1, Stack(), step=0, start_step=-1, silent=25.0), id="imports"),
         pytest.param(position(1, IN_LOSS, state="t", silent=500.0), id="a debugger outside"),
-        pytest.param(position(1, stack("/usr/lib/python3.11/pdb.py", USER.file), silent=500.0), id="pdb"),
+        pytest.param(position(1, stack(pdb.__file__, USER.file), silent=500.0), id="pdb"),
         pytest.param(position(1, IN_LOSS, state="Z", silent=500.0), id="ended"),
     ],
 )
@@ -101,10 +104,11 @@ def test_the_limit_grows_with_the_usual_step() -> None:
 
 
 def test_without_a_waiting_rank_all_ranks_must_be_late() -> None:
-    assert find_hang([position(0, IN_LOSS, silent=9.0), position(1, IN_LOSS, silent=9.0)], step_seconds=0.1) is None
-    both = found(position(0, IN_LOSS, silent=11.0), position(1, IN_LOSS, silent=11.0))
+    assert find_hang([position(0, IN_LOSS, silent=29.0), position(1, IN_LOSS, silent=29.0)], step_seconds=0.1) is None
+    both = found(position(0, IN_LOSS, silent=31.0), position(1, IN_LOSS, silent=31.0))
     assert [p.rank for p in both.ranks] == [0, 1] and not both.waiting
-    assert find_hang([position(0, IN_LOSS, silent=0.1), position(1, IN_LOSS, silent=11.0)], step_seconds=0.1) is None
+    assert "on every rank" in both.message and "only this rank" not in both.message
+    assert find_hang([position(0, IN_LOSS, silent=0.1), position(1, IN_LOSS, silent=31.0)], step_seconds=0.1) is None
 
 
 def test_ranks_in_different_collectives_wait_for_each_other() -> None:
@@ -124,3 +128,19 @@ def test_ranks_in_the_same_collective_have_lost_their_connection() -> None:
 def test_only_the_ranks_that_are_furthest_behind_are_named() -> None:
     hang = found(position(0), position(1, IN_LOSS, step=13), position(2, IN_LOSS))
     assert [p.rank for p in hang.ranks] == [2]
+
+
+def test_a_rank_counts_as_late_only_since_another_waits_for_it() -> None:
+    assert find_hang([position(0, silent=0.4), position(1, IN_LOSS, silent=9.0)], step_seconds=0.1) is None
+    assert found(position(0, silent=2.1), position(1, IN_LOSS, silent=9.0)).seconds == 2.1
+
+
+def test_a_file_of_the_job_named_pdb_is_no_debugger() -> None:
+    protein = position(1, stack("/home/me/protein/pdb.py"))
+    assert not protein.is_debugged and found(position(0), protein).kind == "code"
+
+
+def test_work_after_the_last_step_may_take_longer() -> None:
+    last = replace(position(1, IN_LOSS, silent=50.0), total_steps=12)
+    assert find_hang([position(0, silent=50.0), last], step_seconds=0.1) is None
+    assert found(position(0, silent=61.0), replace(last, silent_seconds=61.0)).kind == "code"

@@ -93,8 +93,8 @@ def test_ranks_that_beat_are_left_alone(two: Ranks) -> None:
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_hangs(tmp_path) == []
-    (tmp_path / "hangs.jsonl").write_text('{"kind": "code"}\n{"kin')
-    assert read_hangs(tmp_path) == [{"kind": "code"}]
+    (tmp_path / "hangs.jsonl").write_text('{"kind": "code", "ranks": [1]}\n{"kin')
+    assert read_hangs(tmp_path) == [{"kind": "code", "ranks": [1]}]
 
 
 def position(silent: float, *, file: str, state: str = "S") -> RankPosition:

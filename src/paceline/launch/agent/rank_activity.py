@@ -133,5 +133,6 @@ def _main_thread_frames() -> tuple[Frame, ...]:
 
 def _outward_frames(frame: FrameType | None) -> Iterator[Frame]:
     while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST_FILE):
-        yield Frame(file=frame.f_code.co_filename, line=frame.f_lineno or 0, function=frame.f_code.co_name)
+        if frame.f_code.co_filename != __file__:
+            yield Frame(file=frame.f_code.co_filename, line=frame.f_lineno or 0, function=frame.f_code.co_name)
         frame = frame.f_back

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config.settings import Survive
 from paceline.console.formatting import plural
-from paceline.errors import DataError, ExitCode, NonFiniteError, RollbackError, SaveError, SpikeError
+from paceline.errors import DataError, DesyncError, ExitCode, NonFiniteError, RollbackError, SaveError, SpikeError
 from paceline.faults import MissedFaultError
 from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
@@ -146,7 +146,8 @@ class RestartPolicy:
             return ""
         if failure.is_short_of_memory and event.saved_step <= event.start_step:
             return ""
-        if not has_external_cause(failure) and event.reached_step <= event.start_step:
+        is_resumed_desync = failure.kind == DesyncError.__name__ and event.start_step > 0  # earlier steps were right
+        if not has_external_cause(failure) and event.reached_step <= event.start_step and not is_resumed_desync:
             return ""  # no step completed: the job itself has an error
         may_repeat = _is_crash(failure) or _is_killed_data_worker(failure) or failure.kind == TIMEOUT
         is_repeatable = may_repeat or not has_external_cause(failure)

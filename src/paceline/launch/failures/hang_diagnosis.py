@@ -14,9 +14,10 @@ from paceline.launch.failures.rank_position import FINISHED_PHASE, RankPosition
 HangKind = Literal["stopped", "disk", "native", "data", "lock", "code", "mismatch", "connection"]
 _STEP_FACTOR, _MIN_SECONDS = 3.0, 2.0
 _PATIENT_FACTOR, _MIN_PATIENT_SECONDS = 10.0, 10.0  # for what is often slow: reading data, or a slow network
+_ALL_BUSY_FACTOR, _ALL_BUSY_SECONDS = 5.0, 30.0  # for work that all ranks do at the same time
 _STOPPED_SECONDS = 0.2
 _START_SECONDS = 30.0  # imports, the first batch, the first step
-_BUSY_SECONDS = 60.0  # a save, or the job's own `on_eval`
+_BUSY_SECONDS = 60.0  # a save, the job's own `on_eval`, or the script's work after the last step
 _COMPILE_SECONDS = 600.0
 _MAX_NAMED = 4
 
@@ -115,8 +116,9 @@ class Hang:
 def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None = None) -> Hang | None:
     """Return the hang that the ranks' positions show, or None.
 
-    `step_seconds` is the median time of a step. A rank hangs if it is silent for longer than what it does may take, and
-    another rank waits for it. Without a waiting rank, five times as long. A debugger is no hang.
+    `step_seconds` is the median time of a step. A rank hangs if another rank has waited for it for longer than what it
+    does may take. If no rank waits, all of them must be silent for five times as long, and at least 30 s. A debugger is
+    no hang.
     """
     alive = [position for position in positions if not position.has_ended]
     if any(position.is_debugged for position in alive):
@@ -129,11 +131,14 @@ def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None =
     if not busy:
         return _mutual_wait(alive, step_seconds)
     oldest = min(p.step for p in busy)
-    factor = 1.0 if waiting else 5.0
-    late = [p for p in busy if p.step == oldest and p.silent_seconds > factor * _limit(p, step_seconds)]
-    if not late or (not waiting and len(late) < len(alive)):
-        return None
-    return _hang(_kind(late[0]), late, waiting, step_seconds)
+    if waiting:
+        waited = max(p.silent_seconds for p in waiting)
+        late = [p for p in busy if p.step == oldest and min(p.silent_seconds, waited) > _limit(p, step_seconds)]
+    else:
+        limits = {p.rank: max(_ALL_BUSY_FACTOR * _limit(p, step_seconds), _ALL_BUSY_SECONDS) for p in busy}
+        late = [p for p in busy if p.silent_seconds > limits[p.rank]]
+        late = late if len(late) == len(alive) else []
+    return _hang(_kind(late[0]), late, waiting, step_seconds) if late else None
 
 
 def _mutual_wait(alive: Sequence[RankPosition], step_seconds: float | None) -> Hang | None:
@@ -152,6 +157,8 @@ def _hang(
     kind: HangKind, ranks: Sequence[RankPosition], waiting: Sequence[RankPosition], step_seconds: float | None
 ) -> Hang:
     seconds = max(position.silent_seconds for position in ranks)
+    if waiting and kind != "stopped":
+        seconds = min(seconds, max(position.silent_seconds for position in waiting))
     return Hang(kind=kind, ranks=tuple(ranks), waiting=tuple(waiting), seconds=seconds, step_seconds=step_seconds)
 
 
@@ -184,7 +191,7 @@ def _phase_limit(position: RankPosition) -> float:
         return math.inf
     if position.is_compiling:
         return _COMPILE_SECONDS
-    if position.phase in ("save", "on_eval"):
+    if position.phase in ("save", "on_eval") or position.is_past_last_step:
         return _BUSY_SECONDS
     return 0.0 if position.has_finished_a_step else _START_SECONDS
 

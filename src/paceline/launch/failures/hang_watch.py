@@ -137,4 +137,4 @@ def read_hangs(folder: Path) -> list[dict[str, Any]]:
         for line in (folder / HANGS).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):
                 hangs.append(json.loads(line))
-    return hangs
+    return [hang for hang in hangs if isinstance(hang, dict) and isinstance(hang.get("ranks"), list)]

@@ -31,6 +31,8 @@ class RankPosition:
     """The kernel's letter for the state of its process; empty if the process has ended."""
     step: int = 0
     """The last step that it finished."""
+    total_steps: int = 0
+    """Steps of the whole run; 0 if that is unknown."""
     start_step: int = -1
     """The step from which this attempt started; -1 if the rank has not got that far."""
     phase: str = ""
@@ -56,7 +58,8 @@ class RankPosition:
     @property
     def is_debugged(self) -> bool:
         """Return whether a debugger holds the process, or the rank is in Python's debugger."""
-        has_debugger = any(Path(frame.file).name in _DEBUGGER_FILES for frame in self.stack.frames)
+        candidates = (frame.file for frame in self.stack.frames if Path(frame.file).name in _DEBUGGER_FILES)
+        has_debugger = any(not is_user_file(file) for file in candidates)
         return self.state == "t" or has_debugger or self._has_frame(_DEBUGGER_FOLDERS)
 
     @property
@@ -94,6 +97,11 @@ class RankPosition:
     def has_finished_a_step(self) -> bool:
         """Return whether the rank has finished a step in this attempt."""
         return 0 <= self.start_step < self.step
+
+    @property
+    def is_past_last_step(self) -> bool:
+        """Return whether the rank has finished the last step of the run."""
+        return 0 < self.total_steps <= self.step
 
     @property
     def operation(self) -> str:
@@ -136,7 +144,7 @@ class RankPosition:
         if self.is_blocked_on_disk:
             return f"waits for a disk or a device (state D){self._at_line}"
         if self.holds_gil:
-            return f"is in native code that holds the GIL{self._at_line}"
+            return f"is in native code that holds the GIL, last seen in {self.line}"
         if self.is_waiting_for_ranks:
             user_line = f", called from {self.stack.user_frames[0]}" if self.stack.user_frames else ""
             return f"waits for other ranks in {self.operation}, its exchange number {self.num_operations}{user_line}"
@@ -190,7 +198,13 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
     if beat is not None:
         position = replace(position, start_step=beat.start_step)
     if beat is not None and has_beaten(beat):
-        position = replace(position, step=beat.step, phase=beat.phase, silent_seconds=(now - beat.monotonic_ns) / 1e9)
+        position = replace(
+            position,
+            step=beat.step,
+            total_steps=beat.total,
+            phase=beat.phase,
+            silent_seconds=(now - beat.monotonic_ns) / 1e9,
+        )
     return position
 
 

@@ -159,16 +159,21 @@ class LossContract:
     def multiply_next_loss(self, factor: float, *, on_use: Callable[[], None]) -> None:
         """Multiply the loss sums of the next training microbatch by `factor`, to inject a fault.
 
-        `on_use` is called when that happens. An evaluation in between is left as it is.
+        `on_use` is called when that happens. An evaluation in between is left as it is. Exact mode may compute a
+        microbatch several times.
         """
         compute_terms = self.terms
+        faulty_batches: list[Any] = []
 
         def multiplied_terms(output: Any, batch: Any, *, num_samples: int) -> Terms:
             if not is_grad_enabled():
                 return compute_terms(output, batch, num_samples=num_samples)
-            self.terms = compute_terms  # type: ignore[method-assign]
-            on_use()
+            if not faulty_batches:
+                faulty_batches.append(batch)
+                on_use()
             terms = compute_terms(output, batch, num_samples=num_samples)
+            if batch is not faulty_batches[0]:
+                return terms
             return {name: (loss_sum * factor, count) for name, (loss_sum, count) in terms.items()}
 
         self.terms = multiplied_terms  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ If three or more ranks have a copy, the majority shows which one is wrong. With 
 whose copies differ, restarts from a checkpoint in which the copies were equal, and computes the step again.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
+_CLEAR_FACTOR = 2.0
 _MAX_ELEMENTS = 1 << 24  # of a tensor that every rank sends to every other rank
 
 
@@ -64,7 +66,8 @@ def read_differing_copies(setup: TrainingSetup, name: str, *, step: int) -> Diff
 def name_wrong_copy(setup: TrainingSetup, copies: DifferingCopies) -> str:
     """Return a line that names the rank whose copy was wrong, after the step was computed again.
 
-    The wrong copy is the one with the largest distance from the new value. Every rank must call this.
+    The wrong copy is the one that is much further from the new value than the others: the gradients of a wrong copy
+    change the others too. Every rank must call this.
     """
     local_tensor = setup.weights.local_tensors.get(copies.name)
     value = None
@@ -73,11 +76,21 @@ def name_wrong_copy(setup: TrainingSetup, copies: DifferingCopies) -> str:
     recomputed = next((v for v in setup.site.gather_json(value) if v is not None), None)
     if recomputed is None:
         return ""
-    distances = {rank: abs(copy - recomputed) for rank, copy in copies.values.items()}
-    wrong_rank = max(distances, key=lambda rank: distances[rank])
-    others = ", ".join(f"{copy:.9g} on rank {rank}" for rank, copy in copies.values.items() if rank != wrong_rank)
+    values = ", ".join(f"{copy:.9g} on rank {rank}" for rank, copy in copies.values.items())
+    element = f"an element was {values}, and is {recomputed:.9g} now"
+    wrong_rank = find_wrong_copy(copies.values, recomputed)
+    if wrong_rank is None:
+        return f"step {copies.step} was computed again: the copies of {copies.name} are equal now ({element})"
     return (
-        f"step {copies.step} was computed again: rank {wrong_rank} had a wrong copy of {copies.name} "
-        f"(an element was {copies.values[wrong_rank]:.9g} on rank {wrong_rank} and {others}; it is {recomputed:.9g}). "
-        "If this happens again on the same machine, test its memory."
+        f"step {copies.step} was computed again: rank {wrong_rank} had a wrong copy of {copies.name} ({element}). "
+        "If this happens again on the same machine, test its memory"
     )
+
+
+def find_wrong_copy(values: Mapping[str, float], recomputed: float) -> str | None:
+    """Return the rank whose value is at least twice as far from `recomputed` as any other, or None."""
+    distances = {rank: abs(value - recomputed) for rank, value in values.items()}
+    distances = {rank: math.inf if math.isnan(distance) else distance for rank, distance in distances.items()}
+    *_, second, largest = sorted(distances, key=lambda rank: distances[rank])
+    is_clear = distances[largest] > _CLEAR_FACTOR * distances[second] and distances[second] < math.inf
+    return largest if is_clear else None

@@ -13,7 +13,7 @@ from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.data.types import StepInput
 from paceline.errors import CheckpointError, NonFiniteError, RollbackError, RunError
-from paceline.filesystem.atomic_files import write_text
+from paceline.filesystem.atomic_files import parse_json, read_regular, write_text
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Progress
@@ -84,21 +84,34 @@ def read_left_out_steps(path: Path) -> list[int]:
     """Return the steps that a `skipped.jsonl` lists.
 
     Raises:
-        CheckpointError: a line is damaged.
+        CheckpointError: the file can't be read, or a line is damaged.
     """
-    if not path.exists():
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except FileNotFoundError:
         return []
-    steps = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            steps.append(int(json.loads(line)["step"]))
-        except (ValueError, KeyError, TypeError):
-            raise CheckpointError(
-                f"line {number} of {path} does not name a step to leave out.",
-                cause="a damaged disk, or an edited file: each line is a JSON object with the key step",
-                hint="correct the line, or remove the file to train on all samples",
-            ) from None
-    return steps
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}.", hint="remove it to train on all samples") from None
+    return [_left_out_step(line, f"line {number} of {path}") for number, line in enumerate(text.splitlines(), start=1)]
+
+
+def _left_out_step(line: str, place: str) -> int:
+    """Return the step that a line names.
+
+    Raises:
+        CheckpointError: it names none.
+    """
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        step = None
+    if type(step) is not int or step < 1:
+        raise CheckpointError(
+            f"{place} does not name a step to leave out.",
+            cause="a damaged disk, or an edited file: each line is a JSON object with the key step",
+            hint="correct the line, or remove the file to train on all samples",
+        )
+    return step
 
 
 def _append_line(path: Path, line: str) -> None:
