@@ -39,7 +39,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
         totals = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
         result: Any = SimpleNamespace(
             step=step, samples=8, totals=totals, terms={}, loss=1.0, grad_norm=None, lr=0.1,
-            compute_seconds=EACH, communication_seconds=0.0,
+            compute_seconds=EACH, skipped=False, communication_seconds=0.0,
         )  # fmt: skip
         logger.record(result, cursor=Cursor())
     logger.flush()
