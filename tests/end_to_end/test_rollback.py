@@ -131,3 +131,10 @@ def test_a_skipped_step_is_reported(small: Shop) -> None:
 def test_a_spike_in_exact_mode_is_found(small: Shop) -> None:
     text = train(small, "run", "--train.exact", "--train.on_spike", "stop", "--faults", "spike rank=1 step=28", code=1)
     assert "SpikeError" in text and "step 28" in text, text
+
+
+def test_a_loss_that_has_changed_for_good_ends_the_run(small: Shop) -> None:
+    """Not one step of it would be trained, if the spikes were skipped for ever."""
+    words = ("--train.on_spike", "skip", "--train.spike_sigma", "0.001")
+    text = train(small, "run", *words, code=1)
+    assert "after 10 skipped steps in a row" in text, text

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -15,8 +16,9 @@ from paceline.commands.common.resume_command import build_resume_command
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import UsageError
+from paceline.events import StepDone
 from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
-from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
@@ -31,6 +33,7 @@ _LIVE_SECONDS = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _MAX_LINES = 16
 _SILENT_SECONDS = 2.0
+_NUM_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class Explanation:
 
     def _no_hang_text(self) -> str:
         if not self.positions:
-            return "the ranks are starting"
+            return "its ranks are starting, or another launcher has started them, and they are not watched"
         silent = [position for position in self.positions if position.silent_seconds > _SILENT_SECONDS]
         if not silent:
             return "no rank hangs"
@@ -159,9 +162,10 @@ def explain_run(run: str | None = None) -> Explanation:
     number = int(attempt.name.removeprefix("attempt-"))
     explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)))
     if is_run_folder_locked(folder.path):
-        return _explain_running(explanation, folder, attempt)
+        return _explain_running(explanation, folder, attempt, step_seconds=_usual_step_seconds(history))
     first, others = read_failures(attempt)
-    if first is not None:
+    has_completed = _recorded_state(folder, history) in ("done", "stopped") and not (attempt / FIRST_FAILURE).exists()
+    if first is not None and not has_completed:  # a failure of a thread alone ends no run
         return _explain_failed(explanation, folder, attempt, _failure(first), [_failure(other) for other in others])
     state = _recorded_state(folder, history)
     if state != "killed":
@@ -173,7 +177,16 @@ def explain_run(run: str | None = None) -> Explanation:
     )
 
 
-def _explain_running(explanation: Explanation, folder: RunFolder, attempt: Path) -> Explanation:
+def _usual_step_seconds(history: History) -> float | None:
+    """Return the median time of the last logged steps, or None."""
+    seconds = [event.get("step_seconds") for event in history.events_of_kind(StepDone.__name__)[-_NUM_STEPS:]]
+    numbers = [value for value in seconds if isinstance(value, int | float)]
+    return median(numbers) if numbers else None
+
+
+def _explain_running(
+    explanation: Explanation, folder: RunFolder, attempt: Path, *, step_seconds: float | None
+) -> Explanation:
     holder = lock_holder(folder.path)
     host = str(holder.get("host") or "")
     if host not in ("", socket.gethostname()):
@@ -182,7 +195,9 @@ def _explain_running(explanation: Explanation, folder: RunFolder, attempt: Path)
             hint=f"ssh {host}, then the same command",
         )
     positions = observe_ranks(attempt)
-    hang = find_hang(positions)
+    request = json_or_none(attempt / "request.json")
+    has_servers = isinstance(request, dict) and bool(request.get("servers"))  # whose workers do not wait for each other
+    hang = None if has_servers else find_hang(positions, step_seconds=step_seconds)
     if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
         hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
     have_ended = bool(positions) and all(position.has_ended for position in positions)
@@ -251,7 +266,7 @@ def _resume_command(folder: RunFolder) -> str:
 def run_verb(options: WhyOptions, _: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, the value for `--json`, and the text."""
     explanation = explain_run(options.run)
-    while options.live and explanation.state in ("running", "hanging"):
+    while options.live and not options.json and explanation.state in ("running", "hanging"):
         clear = _CLEAR_SCREEN if sys.stdout.isatty() else ""
         print_line(f"{clear}{explanation.text}")
         time.sleep(_LIVE_SECONDS)

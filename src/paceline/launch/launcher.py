@@ -325,7 +325,8 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
     if earlier is not None and end.reached_step <= end.start_step:
         first_reason, step = earlier["reason"].partition("; then ")[0], max(restart.failed_step, earlier["failed_step"])
         reason = f"{first_reason}; then {restart.reason}"
-        restart = replace(restart, reason=reason, failed_step=step, monotonic_ns=earlier["monotonic_ns"])
+        copies = restart.copies or earlier.get("copies")
+        restart = replace(restart, reason=reason, failed_step=step, monotonic_ns=earlier["monotonic_ns"], copies=copies)
     return replace(request, payload={**payload, "restart": asdict(restart)})
 
 

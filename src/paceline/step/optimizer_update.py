@@ -21,6 +21,7 @@ GradNormFunction = Callable[[], Tensor]
 # The smallest item size, in bytes, of a gradient whose norm is computed in the gradient's own dtype. A norm in half
 # precision has only three digits, so each rank would clip its shard by a different norm.
 _MIN_NORM_ITEMSIZE = 4
+_MAX_SKIPS_IN_A_ROW = 10  # more spikes mean that the loss has changed for good
 
 
 class Ema:
@@ -249,10 +250,11 @@ class OptimizerUpdate:
     def _is_spike(self, step: int, loss: float, norm: Tensor | None) -> bool:
         """Return whether the step is a spike that is to be skipped."""
         assert self.spike_detector is not None
-        spike = self.spike_detector.judge(loss, None if norm is None else norm.item())
-        if spike and not self.spike_detector.skips:
+        spike = self.spike_detector.judge_jointly(loss, None if norm is None else norm.item())
+        too_many = self.spike_detector.num_in_a_row > _MAX_SKIPS_IN_A_ROW
+        if spike and (too_many or not self.spike_detector.skips):
             raise SpikeError(
-                f"step {step}: {spike}.",
+                f"step {step}: {spike}{f', after {_MAX_SKIPS_IN_A_ROW} skipped steps in a row' if too_many else ''}.",
                 cause="a bad batch, or a learning rate that is too high",
                 hint="--train.on_spike skip or rollback; a larger --train.spike_sigma if this is usual",
             )

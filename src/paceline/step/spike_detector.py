@@ -9,21 +9,39 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+import torch
+
+from paceline.comm.process_group import World
+
 _WINDOW, _MIN_VALUES = 64, 16  # steps that a value is compared with; no decision with fewer
 _SIGMA_PER_DEVIATION = 1.4826  # of a normal distribution
 _MIN_RELATIVE_SIGMA = 0.01  # of the median, for losses that hardly change
+_MIN_LOG_SIGMA = 0.01  # the same for gradient norms, whose logarithms are compared
+_TINY = 1e-12
 
 
 class SpikeDetector:
-    """The detector of one run. `history` has the loss and the gradient norm of the last steps that were no spikes.
+    """The detector of one run. `history` has the loss and the logarithm of the gradient norm of the last steps.
 
     `history` is saved with checkpoints, so that a resumed run decides as an uninterrupted one.
     """
 
-    def __init__(self, *, sigma: float, skips: bool) -> None:
+    def __init__(self, *, sigma: float, skips: bool, world: World) -> None:
         self.skips = skips
-        self.history: list[list[float]] = []
+        self._world = world
+        self.history: list[list[float | None]] = []
+        self.num_in_a_row = 0  # of spikes that were skipped
         self._sigma = sigma
+
+    def judge_jointly(self, loss: float, grad_norm: float | None) -> str:
+        """Return a description of the spike if any rank finds one, or an empty text. Every rank must call this."""
+        description = self.judge(loss, grad_norm)
+        verdict = torch.tensor([float(bool(description))], device=self._world.device)
+        if not float(self._world.all_reduce(verdict, op="max")):
+            self.num_in_a_row = 0
+            return ""
+        self.num_in_a_row += 1
+        return description or f"another rank has found a spike, and this one the loss {loss:.6g}"
 
     def judge(self, loss: float, grad_norm: float | None) -> str:
         """Return a description of the spike, or an empty text if the step is none.
@@ -32,22 +50,31 @@ class SpikeDetector:
         """
         if not math.isfinite(loss) or not math.isfinite(grad_norm or 0.0):
             return ""
-        norm = math.log(grad_norm) if grad_norm else 0.0
-        if len(self.history) >= _MIN_VALUES:
-            for name, value, index in (("loss", loss, 0), ("gradient norm", norm, 1)):
-                earlier = [values[index] for values in self.history]
-                distance = robust_distance(value, earlier)
-                if distance > self._sigma:
-                    shown = [math.exp(v) for v in (value, median(earlier))] if index else [value, median(earlier)]
-                    return f"the {name} is {shown[0]:.6g}, {distance:.3g} sigma above the median {shown[1]:.6g}"
-        self.history.append([loss, norm])
+        log_norm = math.log(grad_norm) if grad_norm else None
+        losses = [values[0] for values in self.history if values[0] is not None]
+        log_norms = [values[1] for values in self.history if values[1] is not None]
+        distance = robust_distance(loss, losses)
+        if distance > self._sigma:
+            return f"the loss is {loss:.6g}, {distance:.3g} sigma above the median {median(losses):.6g}"
+        distance = 0.0 if log_norm is None else robust_distance(log_norm, log_norms, smallest_sigma=_MIN_LOG_SIGMA)
+        if distance > self._sigma:
+            usual = math.exp(median(log_norms))
+            return f"the gradient norm is {grad_norm:.6g}, {distance:.3g} sigma above the median {usual:.6g}"
+        self.history.append([loss, log_norm])
         del self.history[:-_WINDOW]
         return ""
 
 
-def robust_distance(value: float, earlier: Sequence[float]) -> float:
-    """Return how many robust standard deviations `value` lies above the median of the earlier values."""
+def robust_distance(value: float, earlier: Sequence[float], *, smallest_sigma: float = _TINY) -> float:
+    """Return how many robust standard deviations `value` lies above the median of the earlier values.
+
+    The result is 0 if there are too few earlier values. The standard deviation is at least `smallest_sigma`, or by
+    default 1% of the median.
+    """
+    if len(earlier) < _MIN_VALUES:
+        return 0.0
     center = median(earlier)
     deviation = median(abs(other - center) for other in earlier)
-    sigma = max(_SIGMA_PER_DEVIATION * deviation, _MIN_RELATIVE_SIGMA * abs(center), 1e-12)
+    relative_sigma = 0.0 if smallest_sigma > _TINY else _MIN_RELATIVE_SIGMA * abs(center)
+    sigma = max(_SIGMA_PER_DEVIATION * deviation, relative_sigma, smallest_sigma)
     return (value - center) / sigma

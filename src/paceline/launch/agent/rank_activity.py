@@ -8,7 +8,6 @@ The thread needs Python's global interpreter lock (GIL). If the page of a runnin
 native code holds this lock.
 """
 
-import mmap
 import os
 import struct
 import sys
@@ -16,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -59,32 +59,32 @@ class ActivityReporter:
 
     def __init__(self) -> None:
         self.traffic: Traffic | None = None
-        self._page: mmap.mmap | None = None
+        self._page_fd = -1
         self._start_ns = 0
 
     def start(self, path: Path) -> None:
         """Create the page, and start the thread that writes to it until the process ends.
 
-        Nothing is reported if the disk has no space for the page. All of the page is written here, because a full disk
-        would otherwise end the process by SIGBUS later.
+        Nothing is reported if the disk has no space for the page.
         """
         try:
             path.write_bytes(bytes(_PAGE_BYTES))
-            with path.open("r+b") as file:
-                self._page = mmap.mmap(file.fileno(), _PAGE_BYTES)
+            self._page_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             return
         self._start_ns = time.monotonic_ns()
-        self._write()
+        with suppress(Exception):
+            self._write()
         threading.Thread(target=self._run, name="paceline-activity", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(INTERVAL_SECONDS)
-            self._write()
+        with suppress(Exception):  # a rank without a page still trains
+            while True:
+                time.sleep(INTERVAL_SECONDS)
+                self._write()
 
     def _write(self) -> None:
-        assert self._page is not None
+        """Write the page. The system call releases the GIL, so that a slow disk does not stop the training."""
         traffic = self.traffic or Traffic()
         frames = _main_thread_frames()
         while True:
@@ -100,7 +100,7 @@ class ActivityReporter:
             if _HEADER.size + len(text) <= _PAGE_BYTES or not frames:
                 break
             frames = frames[: len(frames) // 2]
-        self._page[: _HEADER.size + len(text)] = _HEADER.pack(len(text), zlib.crc32(text)) + text
+        os.pwrite(self._page_fd, _HEADER.pack(len(text), zlib.crc32(text)) + text, 0)
 
 
 activity_reporter = ActivityReporter()
@@ -134,5 +134,6 @@ def _main_thread_frames() -> tuple[Frame, ...]:
 def _outward_frames(frame: FrameType | None) -> Iterator[Frame]:
     while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST_FILE):
         if frame.f_code.co_filename != __file__:
-            yield Frame(file=frame.f_code.co_filename, line=frame.f_lineno or 0, function=frame.f_code.co_name)
+            file = frame.f_code.co_filename.encode(errors="backslashreplace").decode()
+            yield Frame(file=file, line=frame.f_lineno or 0, function=frame.f_code.co_name)
         frame = frame.f_back

@@ -217,13 +217,20 @@ class Supervisor:
         ):
             return
         notice, failure = self._watcher.check(self._attempt.pids)
-        hang_notice = self._hang_watch.check(self._attempt.pids) if self._hang_watch is not None else ""
-        for text in filter(None, (hang_notice, notice)):
+        for text in filter(None, (self._hang_notice(), notice)):
             print_line(text, sys.stderr)
         if failure is not None:
             self._attempt.failures.append(failure)
             self._kill()
         self._wake_forkserver()
+
+    def _hang_notice(self) -> str:
+        """Return the message of the watch for hangs. An error in it turns it off, and does not end the run."""
+        try:
+            return "" if self._hang_watch is None else self._hang_watch.check(self._attempt.pids)
+        except Exception as error:
+            self._hang_watch = None
+            return f"hangs are no longer watched in this attempt: {type(error).__name__}: {error}"
 
     def _wake_forkserver(self) -> None:
         """Resume a stopped fork server once all ranks have ended, because only this server reports their exits."""

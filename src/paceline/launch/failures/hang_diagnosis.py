@@ -28,8 +28,8 @@ _CAUSES: dict[HangKind, str] = {
     "data": "a slow or dead disk, a lock in the dataset, or a data worker that hangs",
     "lock": "a lock that is never released, or a queue or future that nobody serves",
     "code": "code that only this rank runs, or that takes longer on this rank",
-    "mismatch": "a branch that only some ranks take, such as `if rank == 0:` around an evaluation or a collective",
-    "connection": "a network that drops or delays data, or a firewall",
+    "mismatch": "different code on the ranks, such as `if rank == 0:` around a collective, or a message that was lost",
+    "connection": "a connection that drops or delays data, or a GPU operation that never ends",
 }
 
 
@@ -66,7 +66,7 @@ class Hang:
         if self.kind == "mismatch":
             return "run the same code on every rank, and only print or write on one"
         if self.kind == "connection":
-            return "check the connection between the machines of these ranks"
+            return "check the connection between these ranks, and their GPUs"
         if self.kind == "disk":
             return "df and dmesg show whether the disk responds"
         if self.kind == "native":

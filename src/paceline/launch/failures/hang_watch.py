@@ -84,6 +84,8 @@ class HangWatch:
         self._beats[rank] = beat
         if beat is None or previous is None or not has_beaten(previous) or beat.step <= previous.step:
             return
+        if rank != min(self._beats):  # all ranks take the same steps
+            return
         seconds = (beat.monotonic_ns - previous.monotonic_ns) / 1e9
         self._step_seconds.append(seconds / (beat.step - previous.step))
 

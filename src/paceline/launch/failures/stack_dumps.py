@@ -38,8 +38,9 @@ class Frame:
     @override
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()[:_MAX_LINE_CHARACTERS]
-        path = Path(self.file)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        shown = Path(self.file)
+        with suppress(OSError, ValueError):  # the working folder may have been removed, or is no parent of the file
+            shown = shown.relative_to(Path.cwd())
         return f"{shown}:{self.line} ({self.function})" + (f": {text}" if text else "")
 
 

@@ -14,7 +14,7 @@ import torch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _CLEAR_FACTOR = 2.0
-_MAX_ELEMENTS = 1 << 24  # of a tensor that every rank sends to every other rank
+_MAX_ELEMENTS = 1 << 26  # of the copies of a tensor that every rank receives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def read_differing_copies(setup: TrainingSetup, name: str, *, step: int) -> Diff
     Return None if the tensor is so large that its copies should not be sent.
     """
     world, specs = setup.site, setup.weights.shard_specs(name)
-    if max(torch.Size(spec.shape).numel() for spec in specs) > _MAX_ELEMENTS:
+    if max(torch.Size(spec.shape).numel() for spec in specs) * world.world_size > _MAX_ELEMENTS:
         return None
     local_tensor = setup.weights.local_tensors[name].tensor if name in setup.weights.local_tensors else None
     local = torch.zeros(0) if local_tensor is None else local_tensor.detach()
@@ -53,9 +53,9 @@ def read_differing_copies(setup: TrainingSetup, name: str, *, step: int) -> Diff
         if sizes[rank]:
             ranks_by_shard.setdefault(spec.boxes, []).append(rank)
     for ranks in ranks_by_shard.values():
-        first = gathered[ranks[0]]
+        first = gathered[ranks[0]].view(torch.int64)  # the bits, because NaN differs from itself
         for rank in ranks[1:]:
-            different = torch.nonzero(gathered[rank] != first).reshape(-1)
+            different = torch.nonzero(gathered[rank].view(torch.int64) != first).reshape(-1)
             if len(different):
                 index = int(different[0])
                 values = {str(other): float(gathered[other][index]) for other in ranks}

@@ -121,7 +121,7 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
     )
     is_whole_run = setup.site.world_size == setup.world.world_size  # with several sites, their ranks are numbered apart
     error.ranks = tuple(mismatch.ranks) if mismatch.has_majority and is_whole_run else ()
-    error.copies = None if copies is None else asdict(copies)
+    error.copies = asdict(copies) if copies is not None and is_whole_run else None
     raise error
 
 

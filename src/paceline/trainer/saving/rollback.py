@@ -14,6 +14,7 @@ from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.data.types import StepInput
 from paceline.errors import CheckpointError, NonFiniteError, RollbackError, RunError
 from paceline.filesystem.atomic_files import parse_json, read_regular, write_text
+from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Progress
@@ -45,13 +46,17 @@ class Rollback:
             )
             return error
         record = self._record(error, step_batch)
-        if self._setup.world.is_main:
-            _append_line(self._path, json.dumps(record))
-        self._setup.world.barrier()  # the first rank that ends is followed by a kill of the others
+
+        def append_record() -> None:
+            if self._setup.world.is_main:
+                with convert_to_save_error(SKIPPED, self._path.parent):
+                    _append_line(self._path, json.dumps(record))
+
+        run_on_all_ranks(self._setup.world, append_record)  # once the first rank ends, the others are killed
         return RollbackError(
             f"{error.what.removesuffix('.')}: its {len(record['samples'])} samples are left out.",
             cause=error.cause,
-            hint=f"{self._path} lists them",
+            hint=f"{self._path} lists them; the same command continues the run without them",
         )
 
     def _record(self, error: RunError, step_batch: StepInput) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Progress:
     """The metric and the mode of `rule_best`."""
     is_evaluation_pending: bool = False
     """Whether an evaluation was due whose outcome is not recorded yet."""
-    spike_history: list[list[float]] = field(default_factory=list)
+    spike_history: list[list[float | None]] = field(default_factory=list)
     """The last values of the spike detector; empty if there is none."""
 
     def as_json(self) -> dict[str, Any]:

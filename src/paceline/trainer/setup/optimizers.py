@@ -88,7 +88,7 @@ def make_update(
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         rolls_back=settings.train.on_nonfinite == "rollback",
-        spike_detector=_make_spike_detector(settings),
+        spike_detector=_make_spike_detector(settings, world),
         on_empty=settings.train.on_empty,
         ema=Ema(
             weights=_ema_parameters(parallelized_model), decay=job.ema, after_swap=parallelized_model.sync_after_load
@@ -102,10 +102,10 @@ def make_update(
     return update, initial_options
 
 
-def _make_spike_detector(settings: Settings) -> SpikeDetector | None:
+def _make_spike_detector(settings: Settings, world: World) -> SpikeDetector | None:
     if settings.train.on_spike == "ignore":
         return None
-    return SpikeDetector(sigma=settings.train.spike_sigma, skips=settings.train.on_spike == "skip")
+    return SpikeDetector(sigma=settings.train.spike_sigma, skips=settings.train.on_spike == "skip", world=world)
 
 
 def lr_factor(rule: str, ratio: float) -> float:
