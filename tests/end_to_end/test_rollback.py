@@ -133,8 +133,9 @@ def test_a_spike_in_exact_mode_is_found(small: Shop) -> None:
     assert "SpikeError" in text and "step 28" in text, text
 
 
-def test_a_loss_that_has_changed_for_good_ends_the_run(small: Shop) -> None:
+def test_a_loss_that_has_changed_for_good_ends_the_run(shop: Shop) -> None:
     """Not one step of it would be trained, if the spikes were skipped for ever."""
-    words = ("--train.on_spike", "skip", "--train.spike_sigma", "0.001")
-    text = train(small, "run", *words, code=1)
+    scaled = SMALL_JOB.replace("return F.cross", "return (50.0 if next(calls) > 60 else 1.0) * F.cross")
+    shop.write("job.py", scaled + "import itertools\ncalls = itertools.count()\n")
+    text = train(shop, "run", "--train.on_spike", "skip", code=1)
     assert "after 10 skipped steps in a row" in text, text
