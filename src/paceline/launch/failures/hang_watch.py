@@ -27,7 +27,8 @@ _MAX_ELAPSED_SECONDS = 2 * _CHECK_SECONDS  # more means that the machine was sus
 _QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
 _NUM_STEPS = 50  # over which the median time of a step is measured
 _UNCOUNTED_ACTIVITIES = ("compiling", "debugger")
-_REPEAT_SECONDS, _REPEAT_FACTOR = 60.0, 10.0  # the same ranks are reported again after this time, or at this growth
+# The same ranks are reported again after this time, or if their hang is this much longer, and not short.
+_REPEAT_SECONDS, _REPEAT_FACTOR, _SOON_SECONDS = 60.0, 10.0, 30.0
 _CHANGING_FACTOR = 5.0  # a rank whose activity changes may be silent for longer by this factor
 
 
@@ -111,7 +112,7 @@ class HangWatch:
         """Return the message on a hang, and record it for `paceline why`. The same ranks are not reported often."""
         ranks, now = tuple(position.rank for position in hang.ranks), time.monotonic()
         last_time, last_seconds = self._last_reports.get(ranks, (-math.inf, 0.0))
-        if now - last_time < _REPEAT_SECONDS and hang.seconds < _REPEAT_FACTOR * last_seconds:
+        if now - last_time < _REPEAT_SECONDS and hang.seconds < max(_REPEAT_FACTOR * last_seconds, _SOON_SECONDS):
             return ""
         self._reported, self._last_reports[ranks] = hang, (now, hang.seconds)
         if hang.kind == "data" and self._status_fd is not None:
