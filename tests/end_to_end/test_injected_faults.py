@@ -71,10 +71,9 @@ def test_a_rank_without_a_loss_can_have_no_wrong_one(shop: Shop) -> None:
     assert ended.code == 1 and "NonFiniteError" in ended.err.splitlines()[0], ended.text
 
 
-@pytest.mark.parametrize("memory_every", ["0", "1"])
 @pytest.mark.parametrize(
-    ("rank", "words"),
-    [(0, ("--layout", "ddp")), (1, ("--layout", "ddp")), (2, ("--layout", "dp_replicate=2,dp_shard=2"))],
+    ("rank", "words", "memory_every"),
+    [(0, ("--layout", "ddp"), "0"), (1, ("--layout", "ddp"), "1"), (2, ("--layout", "dp_replicate=2,dp_shard=2"), "0")],
 )
 def test_a_corrupt_weight_is_rolled_back_and_the_wrong_copy_named(
     shop: Shop, rank: int, words: tuple[str, ...], memory_every: str

@@ -21,7 +21,7 @@ def skipped(shop: Shop, run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (shop.path / run / "skipped.jsonl").read_text().splitlines()]
 
 
-def train(shop: Shop, run: str, *words: str, bad: str = "", steps: int = 60, ranks: int = 2, code: int = 0) -> str:
+def train(shop: Shop, run: str, *words: str, bad: str = "", steps: int = 40, ranks: int = 2, code: int = 0) -> str:
     """Train the job with its bad sample; what was printed."""
     ended = shop.run(
         "train", "job.py", "--ranks", str(ranks), "--run-dir", run, "--train.steps", str(steps), *WORDS, *words,
@@ -44,7 +44,7 @@ def start_with(shop: Shop, run: str, records: list[dict[str, Any]]) -> None:
     (folder / "skipped.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_a_spike_ends_as_a_run_that_leaves_out_its_samples(small: Shop, layout: str) -> None:
     shared = ("--layout", layout)
     text = train(small, "run", *shared, "--train.on_spike", "rollback", "--faults", "spike rank=1 step=28")
@@ -86,6 +86,7 @@ def test_a_spike_is_skipped_or_ends_the_run(small: Shop) -> None:
     assert small.digest("skipped") == small.digest("reference")
 
 
+@pytest.mark.soak
 def test_a_resumed_run_decides_as_an_uninterrupted_one(small: Shop) -> None:
     words = ("--train.on_spike", "skip", "--train.spike_sigma", "3")
     train(small, "whole", *words, "--faults", "spike rank=0 step=42", steps=50)

@@ -193,7 +193,7 @@ class World:
         """True on rank 0, which writes the run's output."""
         return self.rank == 0
 
-    def count_sent_bytes(self, kind: str, tensor: torch.Tensor) -> None:
+    def record_operation(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a collective that this rank is about to start, and the bytes that it sends in it.
 
         `kind` is the kind of the collective, a key of `SENT_BYTES_PER_BYTE`.
@@ -210,7 +210,7 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
         """Reduce the tensor in place over all ranks and return it."""
         if self.group is not None:
-            self.count_sent_bytes("all_reduce", tensor)
+            self.record_operation("all_reduce", tensor)
             dist.all_reduce(tensor, op=_OPS[op], group=self.group)
         return tensor
 
@@ -218,12 +218,12 @@ class World:
         """Start an in-place all-reduce; the returned function waits for it."""
         if self.group is None:
             return _no_wait
-        self.count_sent_bytes("all_reduce", tensor)
+        self.record_operation("all_reduce", tensor)
         return _wait_function(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
 
     def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
         """Start an all-to-all: row r of `source` is sent to rank r, and row r of `target` receives rank r's row."""
-        self.count_sent_bytes("all_to_all", source)
+        self.record_operation("all_to_all", source)
         return _wait_function(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -234,7 +234,7 @@ class World:
         flat = tensor.new_zeros(max(sizes))
         flat[: tensor.numel()] = tensor.reshape(-1)
         parts = [torch.empty_like(flat) for _ in sizes]
-        self.count_sent_bytes("all_gather", flat)
+        self.record_operation("all_gather", flat)
         dist.all_gather(parts, flat, group=self.group)
         return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
 
@@ -243,7 +243,7 @@ class World:
         if self.group is None:
             return rows
         local_rows = rows.new_empty((len(rows) // self.world_size, *rows.shape[1:]))
-        self.count_sent_bytes("reduce_scatter", rows)
+        self.record_operation("reduce_scatter", rows)
         REDUCE_SCATTER(local_rows, rows, group=self.group)
         return local_rows
 
@@ -252,7 +252,7 @@ class World:
         if self.group is None:
             return rows.clone()
         received = rows.new_empty(sum(receive), *rows.shape[1:])
-        self.count_sent_bytes("all_to_all", rows)
+        self.record_operation("all_to_all", rows)
         dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
@@ -268,7 +268,7 @@ class World:
         send_ops = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following) for tensor in sent]
         receive_ops = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=previous) for tensor in received]
         for tensor in sent:
-            self.count_sent_bytes("send", tensor)
+            self.record_operation("send", tensor)
         works = dist.batch_isend_irecv([*send_ops, *receive_ops])
 
         def wait() -> list[torch.Tensor]:
@@ -281,7 +281,7 @@ class World:
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
         """Start to send a tensor to one rank. The tensor must not change before the send has completed."""
-        self.count_sent_bytes("send", tensor)
+        self.record_operation("send", tensor)
         return _require_work(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
 
     def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "PendingMessage":
@@ -291,7 +291,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor to all ranks, in place."""
         if self.group is not None:
-            self.count_sent_bytes("broadcast", tensor)
+            self.record_operation("broadcast", tensor)
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
@@ -306,7 +306,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: encoded.numel()] = encoded
         parts = [torch.empty_like(padded) for _ in lengths]
-        self.count_sent_bytes("all_gather", padded)
+        self.record_operation("all_gather", padded)
         dist.all_gather(parts, padded, group=self.group)
         texts = [bytes(part[:size].cpu().numpy()) for part, size in zip(parts, lengths, strict=True)]
         return [json.loads(text) for text in texts]

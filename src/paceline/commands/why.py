@@ -18,14 +18,14 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.events import StepDone
 from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
-from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
+from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
 from paceline.launch.failures.rank_position import RankPosition, observe_ranks
 from paceline.launch.failures.stack_dumps import process_state
 from paceline.launch.launcher import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
-from paceline.reporting.failures import newest_training_attempt, read_failures, read_restarts
+from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
 
@@ -158,22 +158,22 @@ def explain_run(run: str | None = None) -> Explanation:
         restarts=tuple(f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)),
     )
     if attempt is None:
-        return replace(explanation, state=_recorded_state(folder, history))
+        return explanation
     number = int(attempt.name.removeprefix("attempt-"))
     explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)))
     if is_run_folder_locked(folder.path):
         return _explain_running(explanation, folder, attempt, step_seconds=_usual_step_seconds(history))
-    first, others = read_failures(attempt)
-    has_completed = _recorded_state(folder, history) in ("done", "stopped") and not (attempt / FIRST_FAILURE).exists()
-    if first is not None and not has_completed:  # a failure of a thread alone ends no run
-        return _explain_failed(explanation, folder, attempt, _failure(first), [_failure(other) for other in others])
-    state = _recorded_state(folder, history)
-    if state != "killed":
+    failure = newest_failure(history)
+    if failure is not None:
+        others = [_failure(other) for other in read_failures(attempt)[1]]
+        return _explain_failed(explanation, folder, attempt, _failure(failure), others)
+    if history.has_ended:
+        state = str(history.last_event("RunEnded").get("status"))
         return replace(explanation, state=state, resume_command=_resume_command(folder) if state == "stopped" else "")
     positions = observe_ranks(attempt)
     step = max([explanation.step, *(position.step for position in positions)])
     return replace(
-        explanation, state=state, step=step, positions=tuple(positions), resume_command=_resume_command(folder)
+        explanation, state="killed", step=step, positions=tuple(positions), resume_command=_resume_command(folder)
     )
 
 
@@ -244,16 +244,6 @@ def _failure(fields: dict[str, Any]) -> Failure:
             msgspec.convert({**readable, name: value}, Failure)
             readable[name] = value
     return msgspec.convert(readable, Failure)
-
-
-def _recorded_state(folder: RunFolder, history: History) -> str:
-    """Return the state of a run without a recorded failure, from its events."""
-    if is_run_folder_locked(folder.path):
-        return "running"
-    started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
-    if ended and history.events.index(ended) >= (history.events.index(started) if started else 0):
-        return str(ended.get("status"))
-    return "killed" if started or newest_training_attempt(folder) is not None else "not started"
 
 
 def _resume_command(folder: RunFolder) -> str:

@@ -169,7 +169,7 @@ class SimulatedWorld(World):
     @override
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
         """Send a tensor to the stage of rank `to`. The message arrives at once."""
-        self.count_sent_bytes("send", tensor)
+        self.record_operation("send", tensor)
         message = _Message(tensor=tensor, reports_completion=self.backend != "gloo")
         self.simulated_ranks.queues[self.stage, self.stages[to], tag].put(message)
         return message

@@ -16,7 +16,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
     resolve_mark,
 )
 from paceline.console.formatting import format_size
-from paceline.errors import CheckpointError, MachineError
+from paceline.errors import CheckpointError, ExitCode, MachineError
 from paceline.events import Restarted
 from paceline.filesystem.atomic_files import folder_bytes
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK
@@ -38,6 +38,18 @@ def last_failure(run: RunFolder, *, first_attempt: int) -> dict[str, Any] | None
     """Return the first failure of the newest training attempt, if the attempt's number is at least `first_attempt`."""
     attempt = newest_training_attempt(run)
     return read_failures(attempt)[0] if attempt is not None and _attempt_number(attempt) >= first_attempt else None
+
+
+def newest_failure(history: History) -> dict[str, Any] | None:
+    """Return the failure of the newest attempt, or None if it has not failed.
+
+    An attempt that was refused before it started does not count after an attempt that has ended: the run is unchanged.
+    """
+    attempt, has_ended = history.last_event("RunStarted").get("attempt"), history.has_ended
+    first_attempt = attempt if isinstance(attempt, int) else 1
+    failure = last_failure(history.run, first_attempt=first_attempt + has_ended)
+    is_refused = failure is not None and failure.get("exit_code") == ExitCode.REFUSED
+    return None if has_ended and is_refused else failure
 
 
 def newest_training_attempt(run: RunFolder) -> Path | None:

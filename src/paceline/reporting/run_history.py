@@ -43,6 +43,12 @@ class History:
         """Return the start event of each attempt."""
         return self.events_of_kind(_STARTED)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the newest attempt that started has a recorded end."""
+        started, ended = self.last_event(_STARTED), self.last_event("RunEnded")
+        return bool(ended) and self.events.index(ended) >= (self.events.index(started) if started else 0)
+
     def events_of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.job_reference import OBJECT_PREFIX
-from paceline.errors import ExitCode
 from paceline.filesystem.atomic_files import report_write_errors, write_text
 from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
-from paceline.reporting.failures import last_failure, show_checkpoints, show_failures, show_unreadable_lines
+from paceline.reporting.failures import newest_failure, show_checkpoints, show_failures, show_unreadable_lines
 from paceline.reporting.forecast_section import show_forecast
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
@@ -73,39 +72,21 @@ def run_status(history: History) -> str:
     If the attempt has no recorded end and no process holds the lock of the run folder, the attempt was killed, and its
     status is "failed".
     """
-    failure = _newest_failure(history)
+    failure = newest_failure(history)
     if failure is not None:
         step = failure.get("step")
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
-    if _has_ended(history):
+    if history.has_ended:
         return str(history.last_event("RunEnded").get("status"))
     if is_run_folder_locked(history.run.path):
         return "running"
     return "failed" if history.starts or history.steps else "not started"
 
 
-def _has_ended(history: History) -> bool:
-    """Return whether the newest attempt that started has a recorded end."""
-    started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
-    return bool(ended) and history.events.index(ended) >= (history.events.index(started) if started else 0)
-
-
-def _newest_failure(history: History) -> dict[str, Any] | None:
-    """Return the failure of the newest attempt, or None if it has not failed.
-
-    An attempt that was refused before it started does not count after an attempt that has ended: the run is unchanged.
-    """
-    attempt, has_ended = history.last_event("RunStarted").get("attempt"), _has_ended(history)
-    first_attempt = attempt if isinstance(attempt, int) else 1
-    failure = last_failure(history.run, first_attempt=first_attempt + has_ended)
-    is_refused = failure is not None and failure.get("exit_code") == ExitCode.REFUSED
-    return None if has_ended and is_refused else failure
-
-
 def _show_head(history: History, answer: dict[str, Any] | None) -> str:
     run, started, values = history.run, history.last_event("RunStarted"), history.latest_values()
     total = started.get("total_steps")
-    failed_step = (_newest_failure(history) or {}).get("step")
+    failed_step = (newest_failure(history) or {}).get("step")
     last_step = max(history.last_step(), failed_step - 1 if isinstance(failed_step, int) else 0)
     of_total = f" of {total:,}" if isinstance(total, int) and total >= last_step else ""
     samples = history.samples()

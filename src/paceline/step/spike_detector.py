@@ -53,7 +53,7 @@ class SpikeDetector:
         log_norm = math.log(grad_norm) if grad_norm else None
         losses = [values[0] for values in self.history if values[0] is not None]
         log_norms = [values[1] for values in self.history if values[1] is not None]
-        distance = robust_distance(loss, losses)
+        distance = robust_distance(loss, losses, smallest_sigma=_smallest_sigma(losses))
         if distance > self._sigma:
             return f"the loss is {loss:.6g}, {distance:.3g} sigma above the median {median(losses):.6g}"
         distance = 0.0 if log_norm is None else robust_distance(log_norm, log_norms, smallest_sigma=_MIN_LOG_SIGMA)
@@ -65,16 +65,18 @@ class SpikeDetector:
         return ""
 
 
-def robust_distance(value: float, earlier: Sequence[float], *, smallest_sigma: float = _TINY) -> float:
+def _smallest_sigma(losses: Sequence[float]) -> float:
+    return max(_MIN_RELATIVE_SIGMA * abs(median(losses)), _TINY) if losses else _TINY
+
+
+def robust_distance(value: float, earlier: Sequence[float], *, smallest_sigma: float) -> float:
     """Return how many robust standard deviations `value` lies above the median of the earlier values.
 
-    The result is 0 if there are too few earlier values. The standard deviation is at least `smallest_sigma`, or by
-    default 1% of the median.
+    The standard deviation is at least `smallest_sigma`. The result is 0 if there are too few earlier values.
     """
     if len(earlier) < _MIN_VALUES:
         return 0.0
     center = median(earlier)
     deviation = median(abs(other - center) for other in earlier)
-    relative_sigma = 0.0 if smallest_sigma > _TINY else _MIN_RELATIVE_SIGMA * abs(center)
-    sigma = max(_SIGMA_PER_DEVIATION * deviation, relative_sigma, smallest_sigma)
+    sigma = max(_SIGMA_PER_DEVIATION * deviation, smallest_sigma)
     return (value - center) / sigma

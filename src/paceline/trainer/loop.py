@@ -14,7 +14,7 @@ from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, SpikeError, UsageError
 from paceline.events import EvalDone, EventBus, Note, Staleness
 from paceline.faults import TRAINING_KINDS, Faults, missed_faults_error
-from paceline.launch.agent.shared_status import HeartbeatWriter
+from paceline.launch.agent.shared_status import FINISHED_PHASE, HeartbeatWriter
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.step_totals import StepResult
@@ -71,8 +71,7 @@ class Loop:
         self.event_bus = event_bus
         self.loader = loader
         self._batch_guard = BatchGuard(loader)
-        self.is_stopping = False
-        self.stop_reason = ""
+        self.is_stopping, self.stop_reason = False, ""
         self._is_exhausted = False
         self._is_on_cpu = setup.world.device.type == "cpu"
         self._checkpointer = checkpointer
@@ -145,7 +144,8 @@ class Loop:
         self._batch_guard.pending_batch = None
         self.setup.update.step_lr_schedulers()
         self.event_bus.emit(Note(text=f"step {self.cursor.step} is left out, as {SKIPPED} says", level="warning"))
-        self._run_due_actions()
+        with annotate_step(self.cursor.step):
+            self._run_due_actions()
 
     def _no_more_batches(self) -> UsageError:
         return UsageError(
@@ -441,7 +441,7 @@ class Loop:
 
     def report_finished(self) -> None:
         """Report in the heartbeat that no more steps follow. From then on, the launcher accepts a long silence."""
-        self._send_heartbeat(phase="over")
+        self._send_heartbeat(phase=FINISHED_PHASE)
 
     def _send_heartbeat(self, *, phase: str = "step") -> None:
         if self._heartbeat is not None:

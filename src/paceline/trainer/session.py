@@ -56,8 +56,9 @@ from paceline.trainer.saving.resume_run import (
     read_saved_identity,
     restart_events,
     restore,
+    restore_progress,
 )
-from paceline.trainer.saving.rollback import open_rollback, restore_progress
+from paceline.trainer.saving.rollback import open_rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties

@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,7 @@ def two(tmp_path: Path) -> Iterator[Ranks]:
         process.wait()
 
 
+@pytest.mark.clock
 def test_a_stopped_rank_is_reported_once_and_continues(two: Ranks, tmp_path: Path) -> None:
     for step in range(1, 5):
         two.beat(step)
@@ -78,6 +81,7 @@ def test_a_stopped_rank_is_reported_once_and_continues(two: Ranks, tmp_path: Pat
     assert two.watch_for(0.6) == []
 
 
+@pytest.mark.clock
 def test_the_time_of_a_step_is_measured(two: Ranks) -> None:
     for step in range(1, 5):
         two.beat(step)
@@ -85,6 +89,7 @@ def test_the_time_of_a_step_is_measured(two: Ranks) -> None:
     assert two.watch.median_step_seconds == pytest.approx(0.3, abs=0.15)
 
 
+@pytest.mark.clock
 def test_ranks_that_beat_are_left_alone(two: Ranks) -> None:
     for step in range(1, 8):
         two.beat(step)
@@ -120,3 +125,19 @@ def test_a_compilation_is_not_counted(tmp_path: Path) -> None:
         watch._silent_seconds[0] += 0.25
         watch._stuck_seconds(position(5.0, file="/x/torch/_inductor/compile_fx.py"), 0.25)
     assert watch._silent_seconds[0] <= 1.5
+
+
+def test_native_code_counts_since_the_page_was_written(tmp_path: Path) -> None:
+    """The last page may show that the rank waited or read data, and the count does not start again."""
+    watch = HangWatch(tmp_path)
+    watch._silent_seconds[0] = 2.0
+    waiting = position(2.0, file="/x/torch/distributed/distributed_c10d.py")
+    assert watch._stuck_seconds(waiting, 0.25) == 2.0
+    assert watch._stuck_seconds(replace(waiting, unwritten_seconds=2.3), 0.25) == 2.3
+
+
+def test_a_loop_that_changes_between_locks_and_code_is_stuck(tmp_path: Path) -> None:
+    watch = HangWatch(tmp_path)
+    watch._silent_seconds[0] = 1.0
+    files = [threading.__file__, "/home/me/job.py"] * 4
+    assert [watch._stuck_seconds(position(1.0, file=file), 0.25) for file in files][-1] == 2.75

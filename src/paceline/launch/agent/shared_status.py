@@ -17,6 +17,9 @@ from paceline.config.settings import Settings
 from paceline.launch.inherited_environment import attempt_folder
 
 STATUS_FD = "PACELINE_STATUS_FD"
+FINISHED_PHASE = "over"
+BUSY_PHASES = ("on_eval", "save")
+"""Phases in which all ranks may be silent for long."""
 _SLOT_BYTES = 1 << 15
 _END_BYTES, _STOP_BYTES = 15, 1
 _TEXT_BYTES = _SLOT_BYTES - _END_BYTES - _STOP_BYTES
@@ -42,6 +45,11 @@ class Heartbeat:
     """The setting `survive.restarts` of the job; -1 if the rank sets none."""
     start_step: int = -1
     """The step from which this attempt started; -1 if the rank does not say."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Return whether the rank has sent a heartbeat since it created its page."""
+        return self.monotonic_ns > 0
 
 
 class HeartbeatWriter:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.console.formatting import plural
-from paceline.launch.failures.rank_position import FINISHED_PHASE, RankPosition
+from paceline.launch.agent.shared_status import BUSY_PHASES, FINISHED_PHASE
+from paceline.launch.failures.rank_position import ActivityKind, RankPosition
 
 HangKind = Literal["stopped", "disk", "native", "data", "lock", "code", "mismatch", "connection"]
 _STEP_FACTOR, _MIN_SECONDS = 3.0, 2.0
@@ -20,6 +21,7 @@ _START_SECONDS = 30.0  # imports, the first batch, the first step
 _BUSY_SECONDS = 60.0  # a save, the job's own `on_eval`, or the script's work after the last step
 _COMPILE_SECONDS = 600.0
 _MAX_NAMED = 4
+_KINDS: dict[ActivityKind, HangKind] = {"disk": "disk", "native": "native", "data": "data", "lock": "lock"}
 
 _CAUSES: dict[HangKind, str] = {
     "stopped": "Ctrl-Z, kill -STOP, or a scheduler that pauses",
@@ -138,7 +140,7 @@ def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None =
         limits = {p.rank: max(_ALL_BUSY_FACTOR * _limit(p, step_seconds), _ALL_BUSY_SECONDS) for p in busy}
         late = [p for p in busy if p.silent_seconds > limits[p.rank]]
         late = late if len(late) == len(alive) else []
-    return _hang(_kind(late[0]), late, waiting, step_seconds) if late else None
+    return _hang(_KINDS.get(late[0].activity, "code"), late, waiting, step_seconds) if late else None
 
 
 def _mutual_wait(alive: Sequence[RankPosition], step_seconds: float | None) -> Hang | None:
@@ -162,16 +164,6 @@ def _hang(
     return Hang(kind=kind, ranks=tuple(ranks), waiting=tuple(waiting), seconds=seconds, step_seconds=step_seconds)
 
 
-def _kind(position: RankPosition) -> HangKind:
-    if position.is_blocked_on_disk:
-        return "disk"
-    if position.holds_gil:
-        return "native"
-    if position.is_reading_data:
-        return "data"
-    return "lock" if position.is_waiting_for_lock else "code"
-
-
 def _limit(position: RankPosition, step_seconds: float | None) -> float:
     """Return how many seconds a rank may be silent while another rank waits for it."""
     usual = step_seconds or 0.0
@@ -191,7 +183,7 @@ def _phase_limit(position: RankPosition) -> float:
         return math.inf
     if position.is_compiling:
         return _COMPILE_SECONDS
-    if position.phase in ("save", "on_eval") or position.is_past_last_step:
+    if position.phase in BUSY_PHASES or position.is_past_last_step:
         return _BUSY_SECONDS
     return 0.0 if position.has_finished_a_step else _START_SECONDS
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
-from paceline.launch.failures.rank_position import RankPosition, has_beaten, observe_rank
+from paceline.launch.failures.rank_position import RankPosition, observe_rank
 from paceline.launch.failures.stack_dumps import process_state
 from paceline.launch.failures.stuck_rank import describe_data_worker
 
@@ -27,6 +27,7 @@ _MAX_ELAPSED_SECONDS = 2 * _CHECK_SECONDS  # more means that the machine was sus
 _QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
 _NUM_STEPS = 50  # over which the median time of a step is measured
 _UNCOUNTED_ACTIVITIES = ("compiling", "debugger")
+_OWN_WORK = ("disk", "native", "lock", "code")  # a loop may change between these
 # The same ranks are reported again after this time, or if their hang is this much longer, and not short.
 _REPEAT_SECONDS, _REPEAT_FACTOR, _SOON_SECONDS = 60.0, 10.0, 30.0
 _CHANGING_FACTOR = 5.0  # a rank whose activity changes may be silent for longer by this factor
@@ -45,9 +46,7 @@ class HangWatch:
         self._check_time = time.monotonic()
         self._stopped: set[int] = set()
         self._reported: Hang | None = None
-        self._last_reports: dict[
-            tuple[int, ...], tuple[float, float]
-        ] = {}  # by ranks: the time, and the hang's seconds
+        self._last_reports: dict[tuple[int, ...], tuple[float, float]] = {}  # time and seconds of a hang, by its ranks
 
     def check(self, pids: Mapping[int, int]) -> str:
         """Return a message to print, or an empty text. `pids` are the processes of the ranks."""
@@ -83,7 +82,7 @@ class HangWatch:
         if is_new:
             self._activities.pop(rank, None)
         self._beats[rank] = beat
-        if beat is None or previous is None or not has_beaten(previous) or beat.step <= previous.step:
+        if beat is None or previous is None or not previous.is_sent or beat.step <= previous.step:
             return
         if rank != min(self._beats):  # all ranks take the same steps
             return
@@ -98,15 +97,18 @@ class HangWatch:
     def _stuck_seconds(self, position: RankPosition, elapsed: float) -> float:
         """Return for how long a rank may have been stuck in its activity.
 
-        A rank that has read a slow sample and now computes has not been stuck for the whole time of its silence.
+        A rank that has read a slow sample and now computes has not been stuck for the whole time of its silence. A rank
+        whose page is not written any more has been in native code since then, whatever the page says.
         """
-        rank, activity = position.rank, position.activity
+        rank = position.rank
+        activity = "work" if position.activity in _OWN_WORK else position.activity
         if activity in _UNCOUNTED_ACTIVITIES:
             self._silent_seconds[rank] = max(_QUIET_SECONDS, self._silent_seconds[rank] - elapsed)
         previous, seconds = self._activities.get(rank, (activity, self._silent_seconds[rank] - elapsed))
         seconds = seconds + elapsed if activity == previous else 0.0
         self._activities[rank] = activity, seconds
-        return max(seconds, self._silent_seconds[rank] / _CHANGING_FACTOR)
+        native_seconds = position.unwritten_seconds if position.holds_gil else 0.0
+        return max(seconds, native_seconds, self._silent_seconds[rank] / _CHANGING_FACTOR)
 
     def _report(self, hang: Hang) -> str:
         """Return the message on a hang, and record it for `paceline why`. The same ranks are not reported often."""

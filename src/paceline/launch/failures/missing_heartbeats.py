@@ -4,14 +4,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.launch.agent.shared_status import read_heartbeat
+from paceline.launch.agent.shared_status import BUSY_PHASES, FINISHED_PHASE, read_heartbeat
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.stuck_rank import SilentRank, all_silent_failure, find_silent_ranks, silence_notice
 
 _CHECK_SECONDS = 1.0
 _MIN_MARGIN_SECONDS = 2.0
 _TIMEOUT_FACTOR = 1.1  # ranks that wait for each other time out first, with a better message
-_FINISHED_PHASE, _BUSY_PHASES = "over", ("on_eval", "save")  # in a busy phase, all ranks may be silent for long
 DEFAULT_SECONDS = 600.0
 
 
@@ -46,7 +45,7 @@ class SilenceWatcher:
         late_pids = {
             rank: pid
             for rank, pid in pids.items()
-            if self._silent_seconds[rank] > timeout and phases[rank] != _FINISHED_PHASE
+            if self._silent_seconds[rank] > timeout and phases[rank] != FINISHED_PHASE
         }
         if not late_pids:
             self._next_notice_seconds, self._previous_silent = 0.0, {}
@@ -59,7 +58,7 @@ class SilenceWatcher:
         is_unchanged = self._is_unchanged(silent)
         self._previous_silent = {silent_rank.rank: silent_rank for silent_rank in silent}
         are_all_late = len(late_pids) == len(pids) > 1 and len(silent) == len(pids)
-        if are_all_late and is_unchanged and not any(phase in _BUSY_PHASES for phase in phases.values()):
+        if are_all_late and is_unchanged and not any(phase in BUSY_PHASES for phase in phases.values()):
             return "", all_silent_failure(silent, seconds=seconds)
         return silence_notice(silent, seconds=seconds), None
 

@@ -6,19 +6,29 @@ The supervisor and `paceline why` observe it from the rank's pages in the attemp
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.launch.agent.rank_activity import INTERVAL_SECONDS, read_rank_activity
-from paceline.launch.agent.shared_status import Heartbeat, read_heartbeat
+from paceline.launch.agent.shared_status import FINISHED_PHASE, read_heartbeat
 from paceline.launch.failures.stack_dumps import Frame, Stack, process_state
 from paceline.user_code import is_user_file
 
-FINISHED_PHASE = "over"
 _UNWRITTEN_SECONDS = 4 * INTERVAL_SECONDS  # after this time without a new page, native code holds the GIL
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGER_FILES, _DEBUGGER_FOLDERS = frozenset({"pdb.py", "bdb.py"}), ("/debugpy/", "/pydevd", "/remote_pdb")
 _LOCK_FILES = frozenset({"threading.py", "queue.py", "synchronize.py"})  # of Python's standard library
 _COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
+ActivityKind = Literal["stopped", "debugger", "disk", "native", "waiting", "compiling", "data", "lock", "code"]
+_TEXTS: dict[ActivityKind, str] = {
+    "stopped": "is stopped (state T)",
+    "debugger": "is in a debugger",
+    "disk": "waits for a disk or a device (state D)",
+    "native": "is in native code that holds the GIL",
+    "compiling": "compiles the model (torch.compile)",
+    "data": "reads its next batch",
+    "lock": "waits for a lock",
+}
+_PHASE_TEXTS = {"save": "is saving", "on_eval": "is in on_eval", FINISHED_PHASE: "has finished its steps"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,52 +128,40 @@ class RankPosition:
         return str(frames[0]) if frames else ""
 
     @property
-    def activity(self) -> str:
+    def activity(self) -> ActivityKind:
         """The kind of what the rank is doing. As long as it is the same, the rank may be stuck in it."""
         if self.is_stopped:
             return "stopped"
         if self.is_debugged:
             return "debugger"
-        if self.is_blocked_on_disk or self.holds_gil:
-            return "work"
+        if self.is_blocked_on_disk:
+            return "disk"
+        if self.holds_gil:
+            return "native"
         if self.is_waiting_for_ranks:
             return "waiting"
         if self.is_compiling:
             return "compiling"
-        return "data" if self.is_reading_data else "work"
+        if self.is_reading_data:
+            return "data"
+        return "lock" if self.is_waiting_for_lock else "code"
 
     @property
     def doing(self) -> str:
         """The end of a sentence that starts with the rank, such as "is stopped (state T)"."""
         if self.has_ended:
             return "has ended"
-        if self.is_stopped:
-            return "is stopped (state T)"
-        if self.is_debugged:
-            return f"is in a debugger{self._at_line}"
-        if self.is_blocked_on_disk:
-            return f"waits for a disk or a device (state D){self._at_line}"
-        if self.holds_gil:
-            return f"is in native code that holds the GIL, last seen in {self.line}"
-        if self.is_waiting_for_ranks:
+        activity = self.activity
+        if activity == "waiting":
             user_line = f", called from {self.stack.user_frames[0]}" if self.stack.user_frames else ""
             return f"waits for other ranks in {self.operation}, its exchange number {self.num_operations}{user_line}"
-        if self.is_compiling:
-            return "compiles the model (torch.compile)"
-        activity = {"save": "is saving", "on_eval": "is in on_eval", FINISHED_PHASE: "has finished its steps"}.get(
-            self.phase, ""
-        )
-        if not activity and self.is_reading_data:
-            activity = "reads its next batch"
-        if not activity and self.is_waiting_for_lock:
-            activity = "waits for a lock"
-        if not activity:
+        text = _TEXTS.get(activity, "")
+        if activity in ("data", "lock", "code"):  # in a save, what the rank saves says more than how
+            text = _PHASE_TEXTS.get(self.phase, text)
+        if not text:
             return f"is in {self.line}" if self.line else "does not say what it does"
-        return f"{activity}{self._at_line}"
-
-    @property
-    def _at_line(self) -> str:
-        return f", in {self.line}" if self.line else ""
+        has_line = bool(self.line) and activity not in ("stopped", "compiling")
+        return f"{text}{', last seen' * (activity == 'native')}{f', in {self.line}' * has_line}"
 
     def _has_frame(self, parts: tuple[str, ...]) -> bool:
         return any(part in frame.file for frame in self.stack.frames for part in parts)
@@ -197,7 +195,7 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
         )
     if beat is not None:
         position = replace(position, start_step=beat.start_step)
-    if beat is not None and has_beaten(beat):
+    if beat is not None and beat.is_sent:
         position = replace(
             position,
             step=beat.step,
@@ -212,8 +210,3 @@ def observe_ranks(folder: Path) -> list[RankPosition]:
     """Return the positions of all ranks that have a page in an attempt folder, in rank order."""
     ranks = [path.name.removeprefix("activity-") for path in folder.glob("activity-*")]
     return [observe_rank(folder, rank) for rank in sorted(int(rank) for rank in ranks if rank.isdecimal())]
-
-
-def has_beaten(beat: Heartbeat) -> bool:
-    """Return whether the rank has sent a heartbeat since it created its page."""
-    return beat.monotonic_ns > 0

@@ -113,7 +113,7 @@ def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callab
     if world.group is None:
         out.copy_(buffer.view(-1))
         return _no_wait
-    world.count_sent_bytes("reduce_scatter", buffer)
+    world.record_operation("reduce_scatter", buffer)
     work = REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait
@@ -124,7 +124,7 @@ def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[]
     if world.group is None:
         out.view(-1).copy_(chunk)
         return _no_wait
-    world.count_sent_bytes("all_gather", chunk)
+    world.record_operation("all_gather", chunk)
     work = ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait

@@ -21,6 +21,9 @@ RULE_PLANNING: Mapping[UpdateKind, RulePlanning] = {
     UpdateKind.PS: ParameterServerPlanning(),
 }
 
+_UNKNOWN_LOSS = "only with synchronous updates, all ranks know the loss of a step before its update"
+_REASONS_OF_ALL_ASYNCHRONOUS = {"on_spike": _UNKNOWN_LOSS, "rollback": _UNKNOWN_LOSS}
+
 
 def rule_planning(update: UpdateRule) -> RulePlanning:
     """Return the planning rules of an update rule."""
@@ -29,18 +32,11 @@ def rule_planning(update: UpdateRule) -> RulePlanning:
 
 def check_update_settings(update: UpdateRule, settings: Settings, *, device: str = "cpu") -> Iterator[PacelineError]:
     """Yield an error for each setting that the update rule does not support."""
-    reasons = rule_planning(update).refused_settings
+    common_reasons = {} if update.kind is UpdateKind.SYNC else _REASONS_OF_ALL_ASYNCHRONOUS
+    reasons = {**common_reasons, **rule_planning(update).refused_settings}
     for key, (is_on, name, hint) in _checked_settings(settings, device=device).items():
         if is_on and key in reasons:
             yield UsageError(f"{name} with --update {update.kind} is not supported.", cause=reasons[key], hint=hint)
-    train = settings.train
-    watched = {"on_spike": train.on_spike != "ignore", "on_nonfinite": train.on_nonfinite == "rollback"}
-    for name in (name for name, is_on in watched.items() if is_on and update.kind is not UpdateKind.SYNC):
-        yield UsageError(
-            f"--train.{name} {getattr(train, name)} with --update {update.kind} is not supported.",
-            cause="only with synchronous updates, all ranks know the loss of a step before its update",
-            hint=f"leave --train.{name} out, or --update sync",
-        )
 
 
 def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[bool, str, str]]:
@@ -57,6 +53,16 @@ def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[boo
         ),
         "log.statistics": (settings.log.statistics, "--log.statistics", "leave it out, or --update sync"),
         "fp16": (train.precision == "fp16", "fp16", "--train.precision bf16"),
+        "on_spike": (
+            train.on_spike != "ignore",
+            f"--train.on_spike {train.on_spike}",
+            "leave it out, or --update sync",
+        ),
+        "rollback": (
+            train.on_nonfinite == "rollback",
+            "--train.on_nonfinite rollback",
+            "--train.on_nonfinite stop",
+        ),
         "skip": (skips, "--train.on_nonfinite skip", "--train.on_nonfinite stop"),
         "sync_bn": (train.buffers == "sync_bn", "sync_bn", "leave --train.buffers out"),
         "compile": (train.compile, "--train.compile", "leave it out"),

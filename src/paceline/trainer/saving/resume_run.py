@@ -33,6 +33,7 @@ from paceline.events import CheckpointRefused, Event, Restarted
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.checkpointer import build_rule_state, build_train_state
 from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.setup.duration import Progress
 
 
 def checkpoint_to_resume(task: Task) -> str | None:
@@ -177,3 +178,11 @@ def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
     ema = setup.update.ema
     if ema is not None:
         run_on_all_ranks(setup.world, lambda: load_ema(loaded, ema, weights=setup.weights))
+
+
+def restore_progress(setup: TrainingSetup, loaded: OpenCheckpoint | None) -> Progress:
+    """Return the progress that a checkpoint holds. The spike detector continues with its history."""
+    progress = Progress.from_json(loaded.state.get("extra", {}) if loaded else {})
+    if setup.update.spike_detector is not None:
+        setup.update.spike_detector.history = progress.spike_history
+    return progress

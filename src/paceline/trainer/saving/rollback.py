@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.data.types import StepInput
 from paceline.errors import CheckpointError, NonFiniteError, RollbackError, RunError
@@ -17,7 +16,6 @@ from paceline.filesystem.atomic_files import parse_json, read_regular, write_tex
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.trainer.setup.duration import Progress
 
 SKIPPED = "skipped.jsonl"
 
@@ -75,14 +73,6 @@ def open_rollback(setup: TrainingSetup, run: RunFolder) -> Rollback:
     path = run.path / SKIPPED
     steps = run_on_all_ranks(setup.world, lambda: read_left_out_steps(path) if setup.world.is_main else [])
     return Rollback(setup=setup, path=path, left_out=setup.world.share_json(steps))
-
-
-def restore_progress(setup: TrainingSetup, loaded: OpenCheckpoint | None) -> Progress:
-    """Return the progress that a checkpoint holds. The spike detector continues with its history."""
-    progress = Progress.from_json(loaded.state.get("extra", {}) if loaded else {})
-    if setup.update.spike_detector is not None:
-        setup.update.spike_detector.history = progress.spike_history
-    return progress
 
 
 def read_left_out_steps(path: Path) -> list[int]:
