@@ -28,6 +28,16 @@ def test_a_spike_is_one_step_high(shop: Shop) -> None:
     assert found[6] > 1000 * found[5] and found[7] < 100 * found[5]
 
 
+def test_a_spike_waits_for_a_training_microbatch(shop: Shop) -> None:
+    """Rank 1 has no microbatch in step 5, the short last batch of the epoch; the evaluation after it is no step."""
+    ended = shop.train("run", *WORDS, "--eval.every", "5", "--faults", "spike rank=1 step=5")
+    assert ended.code == 0, ended.text
+    events = [json.loads(line) for line in (shop.path / "run" / "events.jsonl").read_text().splitlines()]
+    (evaluated,) = [event for event in events if event["event"] == "EvalDone" and event["step"] == 5]
+    found = losses(shop, "run")
+    assert evaluated["metrics"]["loss"] < 100 and found[5] < 100 and found[6] > 1000
+
+
 def test_a_corrupt_weight_is_found_and_its_rank_named(shop: Shop) -> None:
     ended = shop.train("run", *WORDS, "--train.check_every", "2", "--faults", "corrupt rank=1 step=5")
     assert ended.code == 1 and "DesyncError" in ended.err and "rank 1" in ended.err, ended.text
