@@ -122,7 +122,7 @@ def flip_once(number: int, rng: random.Random, digests: dict[str, str]) -> Outco
         is_found = len(restarts) == 1 and restarts[0]["failed_step"] == -(-step // EVERY) * EVERY
         notes = [event["text"] for event in events if event["event"] == "Note"]
         is_named = any(f"rank {rank} had a wrong copy" in text for text in notes) or (
-            "those of most ranks" in str(restarts) and f"differs on rank {rank} " in str(restarts)
+            "the copy on most ranks" in str(restarts) and f"differs on rank {rank} " in str(restarts)
         )
         outcome = Outcome(is_found=is_found, is_named=is_named, is_repaired=digest == digests[name] != "")
         if not (outcome.is_found and outcome.is_named and outcome.is_repaired):

@@ -104,4 +104,4 @@ def test_a_majority_names_the_wrong_copy_at_once(shop: Shop) -> None:
     ended = shop.train("run", "--train.micro_batch_size", "1", "--survive.restarts", "0", "--checkpoint.every", "4",
                        "--train.check_every", "2", "--faults", "corrupt rank=0 step=5", ranks=3)  # fmt: skip
     assert ended.code == 1 and ended.err.startswith("FAILED at step 6. First error: rank 0, DesyncError"), ended.text
-    assert "differs on rank 0 from those of most ranks" in ended.err
+    assert "differs on rank 0 from the copy on most ranks" in ended.err

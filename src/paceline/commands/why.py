@@ -98,7 +98,7 @@ class Explanation:
             lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
         if self.stopped_command:
             lines.append(
-                f"The command itself is stopped: kill -CONT {self.stopped_command} lets it restart and end the ranks."
+                f"The command itself is stopped, so it restarts no rank: kill -CONT {self.stopped_command} continues it."
             )
         if self.resume_command:
             lines.append(f"Resume: {self.resume_command}")

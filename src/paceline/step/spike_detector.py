@@ -41,7 +41,7 @@ class SpikeDetector:
             self.num_in_a_row = 0
             return ""
         self.num_in_a_row += 1
-        return description or f"another rank has found a spike, and this one the loss {loss:.6g}"
+        return description or f"another rank reports a spike (here, the loss is {loss:.6g})"
 
     def judge(self, loss: float, grad_norm: float | None) -> str:
         """Return a description of the spike, or an empty text if the step is none.

@@ -37,7 +37,7 @@ _CAUSES: dict[HangKind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A hang: `ranks` are those that the others, `waiting`, wait for. `seconds` is the time since they last advanced.
+    """A hang. The ranks in `ranks` hang, and those in `waiting` wait for them, for `seconds`.
 
     With the kinds `mismatch` and `connection`, all ranks wait for each other, and `ranks` has all of them.
     """
@@ -118,9 +118,9 @@ class Hang:
 def find_hang(positions: Sequence[RankPosition], *, step_seconds: float | None = None) -> Hang | None:
     """Return the hang that the ranks' positions show, or None.
 
-    `step_seconds` is the median time of a step. A rank hangs if another rank has waited for it for longer than what it
-    does may take. If no rank waits, all of them must be silent for five times as long, and at least 30 s. A debugger is
-    no hang.
+    `step_seconds` is the median time of a step. Each activity of a rank has a time limit. A rank hangs if another rank
+    has waited for it for longer than this limit. If no rank waits, all of them must be silent for five times the limit,
+    and at least 30 s. A rank in a debugger does not hang.
     """
     alive = [position for position in positions if not position.has_ended]
     if any(position.is_debugged for position in alive):

@@ -1,4 +1,4 @@
-"""The supervisor's watch for hangs: it names the rank that the others wait for within seconds, while the run continues.
+"""The supervisor's watch for hangs: within seconds, it names the rank for which the others wait. The run continues.
 
 A rank that is named may just be slow, so this watch ends nothing. The ranks end when one of them has waited for
 `train.timeout_seconds`.
@@ -28,7 +28,8 @@ _QUIET_SECONDS = 1.0  # the pages are read only if a rank is silent for longer
 _NUM_STEPS = 50  # over which the median time of a step is measured
 _UNCOUNTED_ACTIVITIES = ("compiling", "debugger")
 _OWN_WORK = ("disk", "native", "lock", "code")  # a loop may change between these
-# The same ranks are reported again after this time, or if their hang is this much longer, and not short.
+# The same ranks are reported again after a minute. Before, their hang must have lasted for 30 s, and for ten times as
+# long as when it was reported.
 _REPEAT_SECONDS, _REPEAT_FACTOR, _SOON_SECONDS = 60.0, 10.0, 30.0
 _CHANGING_FACTOR = 5.0  # a rank whose activity changes may be silent for longer by this factor
 

@@ -156,12 +156,13 @@ class RankPosition:
             user_line = f", called from {self.stack.user_frames[0]}" if self.stack.user_frames else ""
             return f"waits for other ranks in {self.operation}, its exchange number {self.num_operations}{user_line}"
         text = _TEXTS.get(activity, "")
-        if activity in ("data", "lock", "code"):  # in a save, what the rank saves says more than how
+        if activity in ("data", "lock", "code"):  # "is saving" says more than "waits for a lock"
             text = _PHASE_TEXTS.get(self.phase, text)
         if not text:
             return f"is in {self.line}" if self.line else "does not say what it does"
         has_line = bool(self.line) and activity not in ("stopped", "compiling")
-        return f"{text}{', last seen' * (activity == 'native')}{f', in {self.line}' * has_line}"
+        preposition = "; before that, it was in" if activity == "native" else ", in"
+        return f"{text}{f'{preposition} {self.line}' * has_line}"
 
     def _has_frame(self, parts: tuple[str, ...]) -> bool:
         return any(part in frame.file for frame in self.stack.frames for part in parts)

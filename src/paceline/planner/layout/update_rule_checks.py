@@ -21,7 +21,7 @@ RULE_PLANNING: Mapping[UpdateKind, RulePlanning] = {
     UpdateKind.PS: ParameterServerPlanning(),
 }
 
-_UNKNOWN_LOSS = "only with synchronous updates, all ranks know the loss of a step before its update"
+_UNKNOWN_LOSS = "the ranks must know the loss of a step before its update, which needs synchronous updates"
 _REASONS_OF_ALL_ASYNCHRONOUS = {"on_spike": _UNKNOWN_LOSS, "rollback": _UNKNOWN_LOSS}
 
 

@@ -39,7 +39,7 @@ class ReplicaMismatch:
     @override
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        others = "those of most ranks" if self.has_majority else "the copy on the lowest rank"
+        others = "the copy on most ranks" if self.has_majority else "the copy on the lowest rank"
         return (
             f"{self.name} differs on rank {ranks} from {others} "
             f"({self.num_differing} of {self.num_tensors} tensors differ)"
