@@ -21,8 +21,8 @@ Start with `command_table.py`.
   failures.
 - `train.py`: The `train` verb: trains a job, or resumes a run.
 - `verify.py`: The `verify` verb: checks that a layout or an update rule trains as its reference in one process does.
-- `why.py`: The `why` verb: explains why a run failed, was stopped or hangs, from its folder and from the pages of its
-  ranks.
+- `why.py`: The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity
+  files.
 - `common/`: Code that several commands share: option checks, devices, starting the ranks, and the command that resumes
   a run.
 """

@@ -1,4 +1,4 @@
-"""The `why` verb: explains why a run failed, was stopped or hangs, from its folder and from the pages of its ranks."""
+"""The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity files."""
 
 import socket
 import sys
@@ -98,7 +98,7 @@ class Explanation:
             lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
         if self.stopped_command:
             lines.append(
-                f"The command itself is stopped, so it restarts no rank: kill -CONT {self.stopped_command} continues it."
+                f"The command itself is stopped, so it restarts no rank; kill -CONT {self.stopped_command} continues it"
             )
         if self.resume_command:
             lines.append(f"Resume: {self.resume_command}")

@@ -5,8 +5,7 @@ Start with `first_failure.py`.
 - `failure_record.py`: Failure records: the small file that a failing rank writes atomically before it exits.
 - `first_failure.py`: Selection of the first failure from the failure records of all ranks.
 - `hang_diagnosis.py`: Diagnosis of a hang: which rank the others wait for, why, and what to do about it.
-- `hang_watch.py`: The supervisor's watch for hangs: it names the rank that the others wait for within seconds, while
-  the run continues.
+- `hang_watch.py`: The supervisor's watch for hangs: within seconds, it names the rank for which the others wait.
 - `missing_heartbeats.py`: The supervisor's watch for ranks that are alive but send no heartbeat.
 - `oom_detection.py`: Out-of-memory detection: recognises the errors, and finds the phase of the step and the limit that
   was hit.
