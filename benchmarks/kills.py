@@ -6,9 +6,10 @@
     python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
 
 Each run saves at every step. SIGKILL is sent from outside to a random rank ("one"), to two ranks at once ("two"), to a
-rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), or to the fork server ("server"). With
-torchrun, a run has at most five kills, and its agent is left alone. The moments are random, so that they fall into each
-phase of a step and of a save as often as the phase is long.
+rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), to the process that starts the ranks
+("starter"), to the fork server ("server"), or to the command itself, which this script then starts again, as a service
+manager would ("command"). With torchrun, a run has at most five kills, and its agent is left alone. The moments are
+random, so that they fall into each phase of a step and of a save as often as the phase is long.
 
 A kill counts as recovered if the run made a new step afterwards. The time is that from the (last) kill to the first
 step beyond those that were logged before it, so it includes the repeated steps. At the end the digest of the weights
@@ -48,8 +49,10 @@ LAYOUTS = {
     "ps": (3, ("--update", "ps,staleness=0")),
 }
 ROUND_KILLS = {"paceline": 25, "torchrun": 5}  # kills of one run
-KINDS = ("one", "recovery", "two", "server")
-KIND_WEIGHTS = {"paceline": (80, 12, 7, 1), "torchrun": (90, 0, 10, 0)}
+KIND_WEIGHTS = {
+    "paceline": {"one": 780, "recovery": 120, "two": 70, "starter": 20, "server": 5, "command": 5},
+    "torchrun": {"one": 90, "two": 10},
+}
 STEPS_OF_A_KILL = 16  # about so many steps between two kills
 WAIT_SECONDS = 60.0
 
@@ -137,14 +140,25 @@ def children(parent: int) -> list[int]:
         return []
 
 
-def ranks_of(command: int) -> tuple[int, list[int]]:
-    """The fork server (torchrun: the agent), and the ranks that write a log."""
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a running command. With torchrun, its agent is both the server and the starter."""
+
+    server: int = 0
+    starter: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+def processes_of(command: int) -> Processes:
+    """The fork server, the starter, and the ranks that write a log."""
     if b"torch.distributed.run" in Path(f"/proc/{command}/cmdline").read_bytes():
-        return command, children(command)
+        return Processes(command, command, tuple(children(command)))
     for server in children(command):
-        ranks = [pid for pid in children(server) if _log_of(pid).startswith("rank-")]
-        return server, ranks
-    return 0, []
+        for starter in children(server):
+            ranks = tuple(pid for pid in children(starter) if _log_of(pid).startswith("rank-"))
+            if ranks:
+                return Processes(server, starter, ranks)
+    return Processes()
 
 
 def _log_of(pid: int) -> str:
@@ -169,16 +183,18 @@ def words(name: str, folder: Path, *, steps: int, options: argparse.Namespace) -
 
 def kill_once(kind: str, command: int, chance: random.Random) -> float | None:
     """Kill as `kind` says; return the time of the last kill, or None if there was nobody to kill."""
-    server, ranks = ranks_of(command)
-    if not ranks:
+    found = processes_of(command)
+    if not found.ranks:
         return None
-    victims = [server] if kind == "server" else chance.sample(ranks, k=min(len(ranks), 2 if kind == "two" else 1))
+    single = {"command": command, "server": found.server, "starter": found.starter}
+    count = min(len(found.ranks), 2 if kind == "two" else 1)
+    victims = [single[kind]] if kind in single else chance.sample(found.ranks, k=count)
     killed = time.time()
     for pid in victims:
         _kill(pid)
     if kind == "recovery":
         time.sleep(chance.uniform(0.0, 0.3))
-        _, ranks = ranks_of(command)
+        ranks = processes_of(command).ranks
         if ranks:
             killed = time.time()
             _kill(chance.choice(ranks))
@@ -199,20 +215,23 @@ def disturb(
     mark = f"KILLS{uuid.uuid4().hex}"
     steps = STEPS_OF_A_KILL * kills
     log = (folder.parent / f"{folder.name}.log").open("w")
-    process = subprocess.Popen(
-        words(name, folder, steps=steps, options=options), env={**os.environ, "MARK": mark}, stdout=log, stderr=log
-    )
+    command, environ = words(name, folder, steps=steps, options=options), {**os.environ, "MARK": mark}
+    process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
     events, count = Events(folder), 0
     while process.poll() is None and count < kills:
         time.sleep(chance.uniform(0.02, 0.4))
         before = events.last_step
         if not before or before > steps - 3:
             continue
-        kind = chance.choices(KINDS, weights=KIND_WEIGHTS[options.launcher])[0]
+        weights = KIND_WEIGHTS[options.launcher]
+        kind = chance.choices(list(weights), weights=list(weights.values()))[0]
         killed = kill_once(kind, process.pid, chance)
         if killed is None:
             continue
         count += 1
+        if kind == "command":
+            process.wait()
+            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         seconds = wait_for_step(events, process, after=before, since=killed)
         if seconds is None and process.poll() == 0:
             continue  # the run was at its end, and is compared below; this kill counts for nothing

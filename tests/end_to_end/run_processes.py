@@ -39,3 +39,8 @@ def children(parent: int) -> list[int]:
             if int(fields[1]) == parent and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
+
+
+def starter_of(forkserver: int) -> int:
+    """The process that a fork server has forked to start the ranks."""
+    return next(pid for pid in children(forkserver) if children(pid))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
-from tests.end_to_end.run_processes import children, marked_processes, wait_until_gone
+from tests.end_to_end.run_processes import children, marked_processes, starter_of, wait_until_gone
 from tests.end_to_end.test_interrupted_runs import wait_for
 
 STEPS = 16
@@ -131,25 +131,19 @@ def test_ctrl_c_in_the_pause_before_a_restart_ends_the_run(shop: Shop) -> None:
 
 
 @pytest.mark.cold
-def test_a_killed_fork_server_is_started_again(shop: Shop) -> None:
+@pytest.mark.parametrize("victim", ["fork server", "starter"])
+def test_a_killed_fork_server_is_started_again_and_a_killed_starter_is_forked(shop: Shop, victim: str) -> None:
     process = shop.start(
-        "train",
-        "job.py",
-        "--ranks",
-        "2",
-        "--run-dir",
-        "cut",
-        "--train.steps",
-        "300",
-        "--checkpoint.every",
-        "20",
-        "--train.on_nonfinite",
-        "skip",
-    )
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "300", "--checkpoint.every", "20",
+        "--train.on_nonfinite", "skip",
+    )  # fmt: skip
     log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
     wait_for(log, "step 20 ")
     (forkserver,) = children(process.pid)
-    os.kill(forkserver, signal.SIGKILL)
+    killed = forkserver if victim == "fork server" else starter_of(forkserver)
+    os.kill(killed, signal.SIGKILL)
+    wait_for(shop.path / "cut" / "logs" / "attempt-2" / "rank-0.log", "step 1")
+    assert (children(process.pid) == [forkserver]) == (victim == "starter")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "the process that starts the ranks ended at step " in out, out + err
 

@@ -56,7 +56,7 @@ def make_job():
         metrics={"right": lambda output, batch: ((output.argmax(-1) == batch[1]).sum(), len(output))},
     )
 """
-VICTIMS = ("rank", "rank", "rank", "launcher", "fork server", "data worker", "ctrl-c", "term")
+VICTIMS = ("rank", "rank", "rank", "launcher", "fork server", "starter", "data worker", "ctrl-c", "term")
 
 
 @dataclass
@@ -107,9 +107,11 @@ def _of_kind(victim: str, launcher: int, mark: str) -> list[int]:
     """The living processes of one kind."""
     alive = set(marked_processes(mark))
     forkservers = [pid for pid in children(launcher) if pid in alive]
-    ranks = [pid for forkserver in forkservers for pid in children(forkserver)]
+    starters = [pid for forkserver in forkservers for pid in children(forkserver) if children(pid)]
+    ranks = [pid for starter in starters for pid in children(starter)]
     workers = [pid for rank in ranks for pid in children(rank)]
-    return {"launcher": [launcher], "fork server": forkservers, "rank": ranks, "data worker": workers}[victim]
+    found = {"launcher": [launcher], "fork server": forkservers, "starter": starters, "rank": ranks}
+    return {**found, "data worker": workers}[victim]
 
 
 def samples_by_step(shop: Shop, run: str) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Shop
-from tests.end_to_end.run_processes import children, wait_until_gone
+from tests.end_to_end.run_processes import children, starter_of, wait_until_gone
 from tests.end_to_end.test_interrupted_runs import wait_for
 
 TRAIN = (
@@ -147,5 +147,5 @@ def test_a_killed_fork_server_is_said_to_be_that_and_no_rank(shop: Shop) -> None
 def rank_pid(launcher: int, *, rank: int) -> int:
     """By the log it writes to."""
     (forkserver,) = children(launcher)
-    names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(forkserver)}
+    names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(starter_of(forkserver))}
     return next(pid for pid, name in names.items() if name == f"rank-{rank}.log")

@@ -7,6 +7,8 @@ Start with `run_report.py`.
 - `failures.py`: The failures of a run: failed attempts, unreadable lines, and checkpoints that differ from their
   digests.
 - `forecast_section.py`: The forecast of a run and the measurements of its first steps, for the run's page.
+- `goodput_section.py`: The goodput of a run: which part of its time was spent on steps that count, and where the rest
+  went.
 - `layout_comparison.py`: A comparison of layouts of one job: a table for the screen, and a page with charts.
 - `plan_report.py`: A plan as a page: for each layout, the memory compared with the device's, and the parts of a step.
 - `run_comparison.py`: A comparison of runs: settings that differ, where the losses diverge, results and speed, as a

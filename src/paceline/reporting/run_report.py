@@ -10,6 +10,7 @@ from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
 from paceline.reporting.failures import newest_failure, show_checkpoints, show_failures, show_unreadable_lines
 from paceline.reporting.forecast_section import show_forecast
+from paceline.reporting.goodput_section import show_goodput
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
 from paceline.reporting.staleness_section import show_staleness
@@ -39,6 +40,7 @@ def run_page(run: RunFolder) -> str:
         _show_head(history, answer),
         show_unreadable_lines(history),
         show_failures(history),
+        show_goodput(history),
         show_curves(history),
         show_time(history),
         show_forecast(history),

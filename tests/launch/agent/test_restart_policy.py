@@ -125,20 +125,21 @@ def test_an_error_outside_of_a_step_is_tried_once_more() -> None:
 
 
 WORDS_WITH_NUMBERS = {
+    "NonFiniteError": ("the loss at step 118 is nan.", "the loss at step 118 is nan."),
     "timeout": ("no answer from rank 2 within 600 s: its process 871 is stopped", "no answer from rank 2: it computes"),
     "DataError": ("a data worker died: worker (pid 4711) is killed", "a data worker died: worker (pid 4800) is killed"),
 }
 
 
 @pytest.mark.parametrize("kind", WORDS_WITH_NUMBERS)
-def test_process_ids_and_times_make_no_other_error(kind: str) -> None:
+def test_the_same_error_with_other_numbers_is_tried_once_more_and_no_longer(kind: str) -> None:
     first, second = (replace(BUG, kind=kind, message=message) for message in WORDS_WITH_NUMBERS[kind])
     policy = started()
     assert policy.handle(end(first)) == [StartAttempt(after=first)]
     assert is_over(policy.handle(end(second)))
 
 
-@pytest.mark.parametrize("kind", ["NonFiniteError", "SaveError", "MissedFaultError"])
+@pytest.mark.parametrize("kind", ["SpikeError", "SaveError", "MissedFaultError"])
 def test_errors_that_a_restart_repeats_are_shown_at_once(kind: str) -> None:
     assert started().handle(end(replace(BUG, kind=kind))) == [EndRun()]
 

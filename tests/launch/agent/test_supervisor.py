@@ -22,7 +22,7 @@ from paceline.launch.agent.shared_status import (
 from paceline.launch.agent.signals import STOP_SIGNALS
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
-from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.failure_record import FORKSERVER_RANK, Failure
 from paceline.launch.failures.stack_dumps import has_signal_handler
 
 FORKSERVER = """
@@ -118,6 +118,14 @@ end(other, 1)
     code, failure = attempt(tmp_path, told)
     assert code == 1 and failure is not None and failure.rank == 0 and "exited with code 7" in failure.message
     assert not (tmp_path / "slept").exists()
+
+
+@pytest.mark.parametrize(("status", "text"), [(-9, "was ended by SIGKILL"), (1, "exited with code 1")])
+def test_the_failure_of_an_attempt_whose_starter_died_names_the_starter(tmp_path: Path, status: int, text: str) -> None:
+    """The fork server itself still runs, and could start another attempt."""
+    code, failure = attempt(tmp_path, f'say("starter 0 4711")\nsay("ended 0 {status}")\nsys.stdin.readline()')
+    assert code == 1 and failure is not None and failure.rank == FORKSERVER_RANK
+    assert f"the process that starts the ranks (PID 4711) {text}" in failure.message
 
 
 def test_a_worker_that_is_over_or_lost_needs_no_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

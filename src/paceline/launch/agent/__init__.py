@@ -4,7 +4,7 @@ Start with `supervisor.py`.
 
 - `cleanup_process.py`: A cleanup process that kills the processes that a run leaves behind when its supervisor or fork
   server has ended.
-- `forkserver.py`: The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
+- `forkserver.py`: The fork server: one fresh, single-threaded process that has torch imported.
 - `forkserver_client.py`: The supervisor's connection to the fork server: it starts the server, requests attempts, and
   ends it.
 - `launcher_death.py`: Parent-death signals: ranks die with a killed launcher, so that none continues to train in the

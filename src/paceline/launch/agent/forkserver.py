@@ -1,13 +1,15 @@
-"""The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
+"""The fork server: one fresh, single-threaded process that has torch imported. It forks a starter for each attempt.
+
+The starter of an attempt forks the workers, and waits for them. If it is killed, the fork server only forks another
+one, so that neither this nor any other restart of an attempt imports torch again.
 
 `ForkserverClient` starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
-server imports no user code. It runs the attempt of this request, and then one attempt for each further path of a
-request that it reads from its standard input, until the end of the input. A restarted attempt therefore does not import
-torch again.
+server imports no user code. It has the attempt of this request run, and then one attempt for each further path of a
+request that it reads from its standard input, until the end of the input.
 
-To its standard output, which the supervisor reads, the server writes `born RANK PID` when a worker starts, and
-`gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words for an exit. `ended 0 0` means that no
-process of the attempt is left.
+Both write to the server's standard output, which the supervisor reads: `starter 0 PID` when an attempt starts,
+`born RANK PID` when a worker starts, and `gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words
+for an exit. `ended 0 STATUS` means that no process of the attempt is left; the status is that of the starter.
 """
 
 import gc
@@ -36,7 +38,7 @@ from paceline.plugins import resolve
 
 
 def main(argv: list[str]) -> int:
-    """Run one attempt after the other: fork its workers, and report how each ends."""
+    """Run one attempt after the other: fork its starter, and report when no process of the attempt is left."""
     die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
@@ -51,9 +53,11 @@ def main(argv: list[str]) -> int:
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     worker_main = preload_worker(request["entry"])
     while True:
-        _run_attempt(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
+        starter = _fork_starter(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
+        _report(f"starter 0 {starter}")
+        status = os.waitstatus_to_exitcode(os.waitpid(starter, 0)[1])
         kill_group_members()
-        _report("ended 0 0")
+        _report(f"ended 0 {status}")
         path = sys.stdin.readline().strip()
         if not path:
             break
@@ -63,6 +67,26 @@ def main(argv: list[str]) -> int:
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _fork_starter(
+    request: dict[str, Any], *, worker_main: Callable[..., NoReturn], status_fd: int, run_locks: Sequence[RunLock]
+) -> int:
+    """Fork the process that starts the workers of one attempt and waits for them; it dies with this server."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        die_with_parent(server)
+        _run_attempt(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _run_attempt(

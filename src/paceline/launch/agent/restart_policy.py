@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from paceline.config.settings import Survive
 from paceline.console.formatting import plural
-from paceline.errors import DataError, DesyncError, ExitCode, NonFiniteError, RollbackError, SaveError, SpikeError
+from paceline.errors import DataError, DesyncError, ExitCode, RollbackError, SaveError, SpikeError
 from paceline.faults import MissedFaultError
 from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 
 DEFAULT_RESTARTS = Survive().restarts
-_FINAL_KINDS = (NonFiniteError.__name__, SpikeError.__name__, SaveError.__name__, MissedFaultError.__name__)
+_FINAL_KINDS = (SpikeError.__name__, SaveError.__name__, MissedFaultError.__name__)
 """Errors that a restart can't repair."""
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _STOP_REASON = "Not restarted: a stop was requested."

@@ -53,6 +53,9 @@ class AttemptState:
 
     folder: Path
     ranks: int
+    starter: int = 0
+    """The PID of the process that forks the workers and reports their exits; 0 before it has started."""
+    starter_status: int = 0
     pids: dict[int, int] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -142,6 +145,7 @@ class Supervisor:
                 for line in lines:
                     event = line.decode().split()
                     if event[0] == "ended":
+                        self._attempt.starter_status = int(event[2])
                         return True
                     self._handle_event(event)
                 on_tick()
@@ -154,6 +158,9 @@ class Supervisor:
     def _handle_event(self, event: list[str]) -> None:
         """Handle a line of the fork server; `RespawningWorkers` documents the kinds of exits."""
         kind, rank, pid_or_status = event[0], int(event[1]), int(event[2])
+        if kind == "starter":
+            self._attempt.starter = pid_or_status
+            return
         if kind == "born":
             self._attempt.pids[rank] = pid_or_status
             if self._attempt.was_killed_by_supervisor:
@@ -233,14 +240,20 @@ class Supervisor:
             return f"hangs are no longer watched in this attempt: {type(error).__name__}: {error}"
 
     def _wake_forkserver(self) -> None:
-        """Resume a stopped fork server once all ranks have ended, because only this server reports their exits."""
+        """Resume a stopped fork server or starter once all ranks have ended, because only they report their exits."""
         now, pids = time.monotonic(), self._attempt.pids.values()
-        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._forkserver.pid) != "T":
+        stopped_pid = self._stopped_forkserver_pid()
+        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or not stopped_pid:
             return
         self._forkserver_check_time = now
         if all(process_state(pid) in ("Z", "") for pid in pids):  # or none has been started yet
             with suppress(ProcessLookupError):
-                os.kill(self._forkserver.pid, signal.SIGCONT)
+                os.kill(stopped_pid, signal.SIGCONT)
+
+    def _stopped_forkserver_pid(self) -> int:
+        """Return the PID of the fork server, or of the starter, if it is stopped; 0 if both run."""
+        pids = filter(None, (self._forkserver.pid, self._attempt.starter))
+        return next((pid for pid in pids if process_state(pid) in ("T", "t")), 0)
 
     def _on_stop_request(self, number: int) -> None:
         if self._num_stop_requests == 1 and (self._saves_checkpoints or number == signal.SIGUSR1):
@@ -268,8 +281,8 @@ class Supervisor:
             print_line(self._waiting_message(seconds=now - self._stop_time), sys.stderr)
 
     def _waiting_message(self, *, seconds: float) -> str:
-        pid = self._forkserver.pid
-        if process_state(pid) in ("T", "t"):
+        pid = self._stopped_forkserver_pid()
+        if pid:
             return (
                 f"the process {pid} that starts the ranks is stopped: kill -CONT {pid} lets it continue; "
                 "Ctrl-C again stops at once"
@@ -315,9 +328,11 @@ class Supervisor:
         if first is None and self._num_stop_requests > int(self._saves_checkpoints):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            step, forkserver = max(map(self._current_step, range(attempt.ranks))), self._forkserver
-            log_tail = _tail(attempt.folder / FORKSERVER_LOG)
-            return 1, forkserver_failure(forkserver.exit_status, pid=forkserver.pid, step=step, log_tail=log_tail)
+            step, log_tail = max(map(self._current_step, range(attempt.ranks))), _tail(attempt.folder / FORKSERVER_LOG)
+            status, pid = attempt.starter_status, attempt.starter
+            if not status:  # the fork server itself has ended
+                status, pid = self._forkserver.exit_status, self._forkserver.pid
+            return 1, forkserver_failure(status, pid=pid, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first
 
 

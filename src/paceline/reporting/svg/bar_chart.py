@@ -16,11 +16,13 @@ _MAX_LABEL_CHARACTERS = 30
 class BarRow:
     """One bar: its parts by kind, and the name and the label in front of it. A long name is shortened.
 
-    A row with both a name and a label begins a group: there is a gap above it.
+    A row with both a name and a label begins a group: there is a gap above it. `start` is the value at which the bar
+    begins.
     """
 
     name: str = ""
     label: str = ""
+    start: float = 0.0
     parts: Mapping[str, float]
 
     @property
@@ -52,7 +54,7 @@ def draw_bars(
 
     `format_value` formats a number with its unit; `limit` is the value of a vertical line.
     """
-    largest = max([row.total for row in rows] + ([limit] if limit else []), default=0.0)
+    largest = max([row.start + row.total for row in rows] + ([limit] if limit else []), default=0.0)
     if largest <= 0:
         return ""
     label_width = 14 + _LETTER_WIDTH * max(len(row.row_label) for row in rows)
@@ -88,7 +90,7 @@ def _draw_bar(
     shapes = [
         f'<text x="{label_width - 8:.1f}" y="{middle:.1f}" class="tick" text-anchor="end">{escape(row.row_label)}</text>'
     ]
-    x = label_width
+    x = label_width + row.start * scale
     for number, kind in enumerate(kinds):
         width = row.parts.get(kind, 0.0) * scale
         if width > 0:
@@ -102,5 +104,5 @@ def _draw_bar(
 
 
 def _draw_total(row: BarRow, label_width: float, y: float, scale: float, format_value: Callable[[float], str]) -> str:
-    x, middle = label_width + row.total * scale + 6, y + _BAR_HEIGHT / 2 + 3.5
+    x, middle = label_width + (row.start + row.total) * scale + 6, y + _BAR_HEIGHT / 2 + 3.5
     return f'<text x="{x:.1f}" y="{middle:.1f}" class="tick over-lines">{format_value(row.total)}</text>'
