@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.reporting.goodput_section import read_time_budget
+from paceline.reporting.goodput_section import read_goodput
 from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
 
@@ -87,6 +87,7 @@ def make_job() -> pl.Job:
     y = x @ torch.randn(64, 64, generator=generator) / 8
     return pl.Job(
         model=Net,
+        forward=lambda model, batch: model(batch[0]),
         loss=loss,
         train_data=torch.utils.data.TensorDataset(x, y, torch.arange(len(x))),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
@@ -290,7 +291,7 @@ def main() -> None:
                 process.kill()
             is_equal = digest(run) == expected_digest
             are_samples_equal = samples_of_steps(samples, run) == expected_samples
-            print_budget(run)
+            print_goodput(run)
             print(f"faults {len(kinds)}, recovered {num_recovered}, exit code {process.returncode}")
             print(f"weights {'bitwise' if is_equal else 'DIFFERENT'}, samples of {steps} steps: ", end="")
             print("each exactly once, in the undisturbed order" if are_samples_equal else "DIFFERENT")
@@ -300,9 +301,9 @@ def main() -> None:
     sys.exit(int(not (is_equal and are_samples_equal and num_recovered == len(kinds))))
 
 
-def print_budget(run: Path) -> None:
+def print_goodput(run: Path) -> None:
     history = read_history(RunFolder(run))
-    budget = read_time_budget(history)
+    budget = read_goodput(history)
     if budget is None:
         return
     usual = median(event["step_seconds"] for event in history.events_of_kind("StepDone"))

@@ -21,6 +21,23 @@ def test_a_loss_that_is_not_finite_names_its_rank(shop: Shop) -> None:
     assert skipped.code == 0 and "step 6" in skipped.out, skipped.text
 
 
+def test_a_loss_that_is_nan_only_once_changes_nothing(shop: Shop) -> None:
+    """As after a hardware error: the step is computed again."""
+    words = (*WORDS, "--survive.restarts", "3")
+    assert shop.train("whole", *words).code == 0
+    ended = shop.train("run", *words, "--faults", "nan rank=1 step=6")
+    assert ended.code == 0 and "NonFiniteError" in ended.out and "restarted in" in ended.out, ended.text
+    assert shop.digest("run") == shop.digest("whole")
+
+
+def test_a_loss_that_is_nan_again_ends_the_run(shop: Shop) -> None:
+    faults = "nan rank=1 step=6; nan rank=1 step=6 attempt=2; nan rank=1 step=6 attempt=3"
+    ended = shop.train("run", *WORDS, "--survive.restarts", "3", "--faults", faults)
+    assert ended.code == 1 and ended.err.startswith("FAILED at step 6. First error: rank 1, NonFiniteError"), ended.text
+    assert "the same error at step 6 ended the attempt before" in ended.err, ended.err
+    assert sorted(path.name for path in (shop.path / "run" / "logs").iterdir()) == ["attempt-1", "attempt-2"]
+
+
 def test_a_spike_is_one_step_high(shop: Shop) -> None:
     ended = shop.train("run", *WORDS, "--faults", "spike rank=0 step=6")
     assert ended.code == 0, ended.text

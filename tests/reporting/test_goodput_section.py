@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.reporting.goodput_section import read_time_budget, show_goodput
+from paceline.reporting.goodput_section import read_goodput, show_goodput
 from paceline.reporting.run_history import History
 from paceline.run_folder.run_folder import RunFolder
 
@@ -40,7 +40,7 @@ KILLED = [  # a fault at 105.5, in step 6; a checkpoint of step 3
 
 
 def test_a_restart_and_the_repeated_steps_are_lost(tmp_path: Path) -> None:
-    budget = read_time_budget(history(tmp_path, *KILLED))
+    budget = read_goodput(history(tmp_path, *KILLED))
     assert budget is not None
     assert budget.total == pytest.approx(13.3)  # from 100.0 to 113.3
     assert budget.losses["restarts"] == pytest.approx(0.8)
@@ -58,7 +58,7 @@ def test_saves_evaluations_and_long_waits_are_lost(tmp_path: Path) -> None:
         *(step(n, 4.5 + n) for n in range(6, 10)),
         {"event": "CheckpointSaved", "step": 9, "time": 14.0, "seconds": 0.5},
     ]
-    budget = read_time_budget(history(tmp_path, *events))
+    budget = read_goodput(history(tmp_path, *events))
     assert budget is not None and budget.total == pytest.approx(14.0)
     lost = {name: seconds for name, seconds in budget.losses.items() if seconds}
     assert lost == pytest.approx({"saves": 0.5, "evaluation": 1.0, "waits": 3.0})
@@ -66,7 +66,7 @@ def test_saves_evaluations_and_long_waits_are_lost(tmp_path: Path) -> None:
 
 def test_the_time_between_two_commands_does_not_count(tmp_path: Path) -> None:
     events = [started(0.0, attempt=1), step(1, 1.0), started(5000.0, attempt=2, resumed_from=1), step(2, 5001.0)]
-    budget = read_time_budget(history(tmp_path, *events))
+    budget = read_goodput(history(tmp_path, *events))
     assert budget is not None and budget.total == pytest.approx(2.0) and budget.goodput == 1.0
 
 
@@ -75,7 +75,7 @@ def test_the_start_counts_from_the_request(tmp_path: Path) -> None:
     request = tmp_path / "logs" / "attempt-1" / "request.json"
     request.touch()
     os.utime(request, (97.0, 97.0))
-    budget = read_time_budget(history(tmp_path, started(100.0, attempt=1), step(1, 101.0)))
+    budget = read_goodput(history(tmp_path, started(100.0, attempt=1), step(1, 101.0)))
     assert budget is not None and budget.losses["start"] == 3.0 and budget.total == 4.0
 
 

@@ -12,16 +12,17 @@ from paceline.reporting.run_history import History
 from paceline.reporting.svg.bar_chart import BarRow, draw_bars
 
 USEFUL = "useful steps"
-_SLOW_FACTOR = 3.0  # a step longer than this many usual steps contains a wait
+_SLOW_FACTOR = 2.0  # a step longer than this many usual steps contains a wait
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeBudget:
+class GoodputBreakdown:
     """The wall-clock seconds of a run, by what they were spent on. Time between two commands is left out.
 
     `losses` has, in this order: `start` (from the command until the first step may begin), `restarts` (from each fault
     until the ranks were ready again), `repeated steps` (steps whose result a fault lost), `saves`, `evaluation`, and
-    `waits` (what a step took beyond three usual steps, for example because a rank was stopped or compiled).
+    `waits` (the time beyond a usual step, of steps that took longer than two usual ones, for example because a rank was
+    stopped or compiled).
     """
 
     useful: float
@@ -38,7 +39,7 @@ class TimeBudget:
         return self.useful / self.total if self.total else 0.0
 
 
-def read_time_budget(history: History) -> TimeBudget | None:
+def read_goodput(history: History) -> GoodputBreakdown | None:
     """Return where the time of a run went; None if it has not logged a step."""
     attempts = _split_by_attempt(history.events)
     usual_step = median([_number(e, "step_seconds") for e in history.events_of_kind("StepDone")] or [0.0])
@@ -67,12 +68,12 @@ def read_time_budget(history: History) -> TimeBudget | None:
         useful += steps_seconds - repeated
         for name, seconds in parts.items():
             losses[name] += seconds
-    return TimeBudget(useful=useful, losses=losses)
+    return GoodputBreakdown(useful=useful, losses=losses)
 
 
 def show_goodput(history: History) -> str:
     """Return a section with the goodput and a waterfall of the losses, as HTML; "" for a run without a restart."""
-    budget = read_time_budget(history)
+    budget = read_goodput(history)
     if budget is None or not read_restarts(history):
         return ""
     rows, left = [BarRow(label="all time", parts={"all time": budget.total})], budget.total
