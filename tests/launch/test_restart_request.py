@@ -9,7 +9,8 @@ import pytest
 from paceline.checkpoint.files.checkpoint_folder import step_name
 from paceline.launch.agent.shared_status import HeartbeatWriter, read_heartbeat
 from paceline.launch.failures.failure_record import Failure
-from paceline.launch.launcher import LaunchOutcome, LaunchRequest, _attempt_ended, _restart_request
+from paceline.launch.launcher import LaunchRequest, _attempt_ended, _restart_request
+from paceline.launch.run_outcome import LaunchOutcome
 from paceline.run_folder.run_folder import RunFolder
 
 KILL = Failure(rank=1, kind="signal", message="SIGKILL (from outside)", step=118, monotonic_ns=5_000)

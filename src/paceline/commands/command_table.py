@@ -38,7 +38,8 @@ class StartOptions:
     """job.py, job.py:NAME or pkg.module:NAME."""
     ranks: int | None = None
     """Number of processes on this machine; default: the ranks that the sizes in `--layout` need, plus the
-    servers of `--update`; without sizes: one per GPU, or 1."""
+    servers of `--update`; without sizes: one per GPU, or 1. `train --ranks 2:4` continues with fewer than 4
+    ranks, at least 2, if one is lost."""
     layout: str | None = None
     """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp or ep; several axes: pp=2,dp_shard=2; or auto;
     default: single for one process, otherwise ddp, or pp if `--update` needs it."""

@@ -21,7 +21,7 @@ from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import ExitCode, LayoutError, RunError, UsageError
-from paceline.launch.launcher import failure_screen
+from paceline.launch.run_outcome import failure_screen
 from paceline.planner.layout.update_rule_checks import rule_planning
 
 _EXIT_CODES = {"different": ExitCode.DIFFERENT, "undecided": ExitCode.FAILED}

@@ -24,7 +24,7 @@ from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
 from paceline.launch.failures.rank_position import RankPosition, observe_ranks
 from paceline.launch.failures.stack_dumps import process_state
-from paceline.launch.launcher import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
+from paceline.launch.run_outcome import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
 from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task

@@ -67,7 +67,9 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
         ),
         _REPORTING,
     ),
-    "survive.restarts": "how often the run restarts itself after a fault",
+    **dict.fromkeys(
+        ("survive.restarts", "survive.min_ranks", "survive.replace_within"), "how the run continues after a fault"
+    ),
     "init.limit": "how initial values are drawn; a resumed run takes them from its checkpoint",
 }  # fmt: skip
 

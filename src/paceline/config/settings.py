@@ -15,6 +15,7 @@ CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Norm = Annotated[float, Meta(gt=0)]
 Epochs = Annotated[float, Meta(gt=0, le=1_000_000)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+SecondsOrZero = Annotated[float, Meta(ge=0, le=31_536_000)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
 Workers = Annotated[int, Meta(ge=0, le=1024)]
@@ -95,10 +96,13 @@ class Survive:
     """Settings for what happens after a fault.
 
     `restarts` is how many times in a row a run restarts itself without a new checkpoint in between. With 0, it never
-    restarts itself.
+    restarts itself. `min_ranks` is the number of ranks with which a run may continue if a rank is lost. A rank is lost
+    if its replacements fail for `replace_within` seconds.
     """
 
     restarts: CountOrZero = 3
+    min_ranks: Count | None = None
+    replace_within: SecondsOrZero = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,8 @@ class Task:
     update: str = "sync"
     compress: str = "none"
     ranks: int = 1
+    requested_ranks: int = 0
+    """The number of ranks that the command asked for, if the run may continue with fewer; otherwise 0."""
     device: str = "cpu"
     attempt: int = 1
     settings: dict[str, Any] = field(default_factory=dict)

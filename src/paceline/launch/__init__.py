@@ -9,6 +9,8 @@ Start with `launcher.py`.
 - `rendezvous.py`: Rendezvous on one machine for launchers that offer none: rank 0 listens, and writes its port to a
   file.
 - `requeued_run.py`: The run of a scheduler's job: a job that is started again finds the run that it began before.
+- `resizing.py`: The number of ranks of a run that may continue with fewer: when it shrinks, and when it grows again.
+- `run_outcome.py`: The outcome of a run that this machine launched, and what the screen and `--json` say about it.
 - `agent/`: The supervisor that starts, watches and ends the ranks of one machine, and the main function of a rank.
 - `failures/`: Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out.
 """

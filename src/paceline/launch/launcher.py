@@ -6,17 +6,18 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, parse_step, resolve_mark
+from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
 from paceline.config.secret_settings import holds_secret
+from paceline.config.settings import Survive
 from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, PeerError, UsageError
+from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
@@ -28,18 +29,19 @@ from paceline.launch.agent.restart_policy import (
     PrintLine,
     RestartPolicy,
     RunRequested,
+    SaveCompleted,
     StartAttempt,
+    StopAttempt,
     StopRequested,
     TimePassed,
-    has_external_cause,
 )
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
-from paceline.launch.failures.failure_record import DIVERGED, FIRST_FAILURE, FORKSERVER_RANK, TIMEOUT, Failure
-from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
 from paceline.launch.rendezvous import listen_on_free_port
+from paceline.launch.run_outcome import LaunchOutcome
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -58,6 +60,8 @@ class LaunchRequest:
     signal asks the ranks to finish their step and save. Without `saves_checkpoints`, only SIGUSR1 asks the ranks to
     stop, and any other stop signal kills them. If `servers` is positive, the first `servers` ranks are parameter
     servers, and any other rank that is killed is restarted alone.
+
+    If a rank is lost, the run may continue with one of `fewer_ranks`, the largest first.
     """
 
     ranks: int
@@ -69,41 +73,9 @@ class LaunchRequest:
     exact: bool = False
     saves_checkpoints: bool = True
     servers: int = 0
+    fewer_ranks: tuple[int, ...] = ()
     working_folder: str = ""
     """The working folder of the ranks; if empty, the one of this process."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOutcome:
-    """The result of a run's last attempt: exit code, first failure and time."""
-
-    exit_code: int
-    failure: Failure | None
-    attempt_folder: Path
-    seconds: float
-    ranks: int
-    restarts: int = 0
-    """How many attempts of this command followed a failed one."""
-    end_reason: str = ""
-    """Why the run was not restarted once more, as a line for the screen."""
-
-    @property
-    def can_resume(self) -> bool:
-        """Return whether the same command resumes the run."""
-        return can_resume_run(self.attempt_folder.parents[1], self.exit_code, self.failure)
-
-
-def can_resume_run(run: Path, exit_code: int, failure: Failure | None) -> bool:
-    """Return whether the command that started a run resumes it.
-
-    A refused command would be refused again. An error in the job would recur, so the command only helps if there is a
-    checkpoint from which a corrected job can continue.
-    """
-    if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
-        return False
-    if failure is None or exit_code == ExitCode.MACHINE or has_external_cause(failure):
-        return True
-    return has_saves(RunFolder(run).checkpoints)
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
@@ -175,8 +147,13 @@ def _run_attempts(
         elif isinstance(action, StartAttempt):
             if end is not None and end.failure is not None:
                 request, num_restarts = _restart_request(request, end, end.failure), num_restarts + 1
+            elif end is not None:
+                request = _resized_request(request)
+            request = _with_ranks(request, action.ranks)
             try:
-                outcome = _run_attempt(request, on_start, forkserver=forkserver, stop_requests=stop_requests)
+                outcome = _run_attempt(
+                    request, on_start, forkserver=forkserver, stop_requests=stop_requests, policy=policy
+                )
             except UsageError as error:  # the folder of the next attempt can't be written
                 if outcome is None:
                     raise
@@ -186,7 +163,7 @@ def _run_attempts(
             if stop_requests.count:
                 actions += policy.handle(StopRequested())
             actions += policy.handle(end)
-        else:
+        elif isinstance(action, EndRun):
             assert outcome is not None
             if outcome.failure is not None and action.reason:
                 _write_failure(outcome.attempt_folder, replace(outcome.failure, end_reason=action.reason))
@@ -198,9 +175,15 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
     """Return the event that starts a run; the job may set another limit, which the ranks' heartbeats contain."""
     try:
         max_restarts = int(_setting(request, "survive.restarts", DEFAULT_RESTARTS))
+        replace_seconds = float(_setting(request, "survive.replace_within", Survive().replace_within))
     except (TypeError, ValueError):  # the ranks refuse the value
-        max_restarts = 0
-    return RunRequested(can_restart=request.saves_checkpoints, max_restarts=max_restarts)
+        max_restarts, replace_seconds = 0, 0.0
+    return RunRequested(
+        can_restart=request.saves_checkpoints,
+        max_restarts=max_restarts,
+        rank_counts=(request.ranks, *request.fewer_ranks) if request.fewer_ranks else (),
+        replace_seconds=replace_seconds,
+    )
 
 
 def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnded:
@@ -239,6 +222,7 @@ def _run_attempt(
     *,
     forkserver: ForkserverClient,
     stop_requests: StopRequests,
+    policy: RestartPolicy,
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
@@ -270,12 +254,41 @@ def _run_attempt(
         silence_timeout=_silence_timeout(request),
         watches_hangs=not request.servers,
     )
-    code, failure = supervisor.run(tick)
+    watch = _SaveWatch(request, policy=policy, stop_attempt=supervisor.stop_attempt)
+
+    def tick_and_watch() -> None:
+        tick()
+        if policy.waits_for_save:
+            watch.check()
+
+    code, failure = supervisor.run(tick_and_watch)
     tick()
     if failure is not None:
         _write_failure(folder, failure)
     seconds = time.monotonic() - start_time
     return LaunchOutcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+
+
+class _SaveWatch:
+    """A watch for the next checkpoint on disk, for a policy that waits for it. The policy may then stop the attempt."""
+
+    def __init__(self, request: LaunchRequest, *, policy: RestartPolicy, stop_attempt: Callable[[], None]) -> None:
+        self._folder = request.run.checkpoints
+        self._policy = policy
+        self._stop_attempt = stop_attempt
+        self._newest = resolve_mark(self._folder, LATEST)
+
+    def check(self) -> None:
+        """Tell the policy if there is a new checkpoint, and carry out its actions."""
+        newest = resolve_mark(self._folder, LATEST)
+        if newest == self._newest:
+            return
+        self._newest = newest
+        for action in self._policy.handle(SaveCompleted(time=time.monotonic())):
+            if isinstance(action, PrintLine):
+                print_line(action.text, sys.stderr)
+            elif isinstance(action, StopAttempt):
+                self._stop_attempt()
 
 
 def _write_failure(folder: Path, failure: Failure) -> None:
@@ -330,6 +343,20 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
     return replace(request, payload={**payload, "restart": asdict(restart)})
 
 
+def _resized_request(request: LaunchRequest) -> LaunchRequest:
+    """Return the request for the attempt that follows one that was stopped for another number of ranks."""
+    payload = {**(request.payload or {}), "resume": None, "restart": None}
+    options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
+    return replace(request, payload={**payload, "options": options})
+
+
+def _with_ranks(request: LaunchRequest, ranks: int) -> LaunchRequest:
+    """Return the request with another number of ranks; 0 means no change."""
+    if ranks in (0, request.ranks):
+        return request
+    return replace(request, ranks=ranks, payload={**(request.payload or {}), "ranks": ranks})
+
+
 def _environ(request: LaunchRequest) -> dict[str, str]:
     """Return the fork server's environment, with one thread for numerical libraries; workers set their own number."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
@@ -359,90 +386,6 @@ def torch_imported_error(cause: str, *, hint: str = "") -> UsageError:
         cause=cause,
         hint=hint or f"export {KERNELS_VARIABLE}={DEFAULT_EXACT_KERNELS}, then the same command",
     )
-
-
-def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: Sequence[str] = ()) -> str:
-    """Return the final message of a run that failed or was stopped; empty if the run completed.
-
-    `resume_command` is empty if no command resumes the run.
-    """
-    if outcome.failure is not None:
-        return failure_screen(
-            outcome, resume_command=resume_command if outcome.can_resume else "", extra_lines=extra_lines
-        )
-    if outcome.exit_code == ExitCode.STOPPED:
-        return f"Stopped and saved. Resume: {resume_command}"
-    if outcome.exit_code:
-        has_checkpoint = has_saves(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
-        return "Stopped at once." + (
-            f" Resume{' from the last save' if has_checkpoint else ''}: {resume_command}" if resume_command else ""
-        )
-    return ""
-
-
-def failure_as_json(outcome: LaunchOutcome, *, resume_command: str = "") -> dict[str, Any]:
-    """Return the failure under the keys of `--json`; `go_on` is the command that resumes the run."""
-    failure = outcome.failure
-    if failure is None:
-        return {"go_on": resume_command} if resume_command else {}
-    return {**_failure_fields(failure), "log": str(_log_path(outcome, failure)), "go_on": resume_command}
-
-
-def joined_failure_as_json(failure: Failure, *, resume_command: str = "") -> dict[str, Any]:
-    """Return the failure of a rank that another launcher started, which has no log, under the keys of `--json`."""
-    fields = _failure_fields(failure)
-    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
-        message = (
-            f"rank {failure.rank} could not continue because another rank failed or did not respond: {failure.message}"
-        )
-        fields |= {"error": PeerError.__name__, "what": message, "where": ""}
-    return {**fields, "log": "", "go_on": resume_command}
-
-
-def _failure_fields(failure: Failure) -> dict[str, Any]:
-    fields = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
-    fields |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
-    return {**fields, "rank": None if failure.rank == FORKSERVER_RANK else failure.rank, "step": failure.step}
-
-
-def _log_path(outcome: LaunchOutcome, failure: Failure) -> Path:
-    """Return the log with the full text; for the fork server, the folder of the ranks' logs."""
-    reporting_rank = failure.rank if failure.told_by is None else failure.told_by
-    return (
-        outcome.attempt_folder
-        if failure.rank == FORKSERVER_RANK
-        else outcome.attempt_folder / f"rank-{reporting_rank}.log"
-    )
-
-
-def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_lines: Sequence[str] = ()) -> str:
-    """Return the failure screen: the first failed rank, its error, `extra_lines`, and the command that resumes."""
-    failure = outcome.failure
-    if failure is None:
-        return ""
-    resume_lines = [f"Resume: {resume_command}"] if resume_command else []
-    log = _log_path(outcome, failure)
-    if failure.rank == FORKSERVER_RANK:
-        end_lines = [outcome.end_reason] if outcome.end_reason else []
-        return "\n".join([f"FAILED: {failure.screen}", *end_lines, f"Logs of the ranks: {log}", *resume_lines])
-    step_text = f" at step {failure.step}" if failure.step else ""
-    location = f"{failure.where}, " if failure.where else ""
-    description = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
-    lines = [f"FAILED{step_text}. First error: rank {failure.rank}, {location}{description}"]
-    if failure.kind in (TIMEOUT, DIVERGED):
-        lines = [f"FAILED{step_text}: {failure.message}"]
-    elif failure.is_joint:
-        lines = [f"FAILED{step_text}. {failure.kind}: {failure.message}"]
-    elif failure.source:
-        lines.append(f"    {failure.source}")
-    lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
-    num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
-    if num_others and failure.kind != DIVERGED and not failure.is_joint:
-        lines.append(
-            f"The other {num_others} rank{'s' if num_others > 1 else ''} stopped because rank {failure.rank} {reason}."
-        )
-    lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, f"Full text: {log}"]
-    return "\n".join([*lines, *resume_lines])
 
 
 def _do_nothing() -> None:

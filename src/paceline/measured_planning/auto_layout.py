@@ -24,8 +24,9 @@ from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, ra
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.inherited_environment import attempt_folder
-from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
+from paceline.launch.launcher import LaunchRequest, start
 from paceline.launch.launcher_variables import detect_world
+from paceline.launch.run_outcome import LaunchOutcome
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, LayoutForecast
 from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine

@@ -7,7 +7,8 @@ from typing import Any
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
 from paceline.job import Job
-from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import LaunchOutcome
 from paceline.measured_planning.auto_layout import make_planning_task, next_fallback_task
 from paceline.measured_planning.auto_worker import compute_model_profile
 from paceline.measured_planning.oom_advice import advise_after_oom

@@ -34,9 +34,10 @@ from paceline.launch.agent.process_exit import run_finish
 from paceline.launch.agent.signals import is_main_thread, stop_flag
 from paceline.launch.failures.uncaught_exceptions import UncaughtHook, install_uncaught_hook, report_exit
 from paceline.launch.inherited_environment import attempt_folder
-from paceline.launch.launcher import choose_exact_kernels, final_message, torch_imported_error
+from paceline.launch.launcher import choose_exact_kernels, torch_imported_error
 from paceline.launch.launcher_variables import detect_world, world_size
 from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.launch.run_outcome import final_message
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import visible_gpus
 from paceline.plugins import START_FOLDER, resolve

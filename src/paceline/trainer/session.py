@@ -329,7 +329,7 @@ class _SessionBuilder:
             loader.restore({k: v for k, v in loader_state.items() if k != "order" or "order" not in task.allow})
         length = requested_length(settings, epoch_samples=loader.num_samples)
         faults = parse_faults(task.faults)
-        raise_all(refuse_idle_faults(faults, ranks=task.ranks, steps=self._total_steps(length)))
+        raise_all(refuse_idle_faults(faults, ranks=task.requested_ranks or task.ranks, steps=self._total_steps(length)))
         return Loop(
             setup=self.setup,
             loader=loader,

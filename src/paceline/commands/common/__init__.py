@@ -8,6 +8,8 @@ Start with `execution.py`.
 - `execution.py`: The steps of verbs that start processes: build the task, choose the run folder, run the ranks, return
   the result.
 - `hf_config_as_job.py`: A Hugging Face config used as a job, for the verbs that need no data: `plan` and `simulate`.
+- `layout_problems.py`: The conflicts of a layout with the number of ranks and the settings, and the numbers of ranks
+  that a run may have.
 - `option_checks.py`: Checks that refuse invalid options before a process starts.
 - `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.
 - `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,

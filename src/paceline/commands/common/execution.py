@@ -14,13 +14,13 @@ from typing import Any
 from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.commands.command_table import StartOptions
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
+from paceline.commands.common.layout_problems import fewer_rank_counts, layout_problems
 from paceline.commands.common.option_checks import check_job_parameters, refuse_invalid_run_dir, refuse_job_parameters
 from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
-from paceline.config.layout import Layout, LayoutKind, parse_layout
-from paceline.config.merge_settings import COMMAND_LINE, RequestedSettings, merge, read_requested_settings
-from paceline.config.settings import Settings
+from paceline.config.layout import LayoutKind, parse_layout
+from paceline.config.merge_settings import RequestedSettings, merge, read_requested_settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
@@ -30,27 +30,21 @@ from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure, failure_from_exception
 from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report_failure
-from paceline.launch.launcher import (
-    LaunchOutcome,
-    LaunchRequest,
-    can_resume_run,
-    choose_exact_kernels,
-    failure_as_json,
-    final_message,
-    joined_failure_as_json,
-    start,
-    torch_imported_error,
-)
+from paceline.launch.launcher import LaunchRequest, choose_exact_kernels, start, torch_imported_error
 from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
+from paceline.launch.run_outcome import (
+    LaunchOutcome,
+    can_resume_run,
+    failure_as_json,
+    final_message,
+    joined_failure_as_json,
+)
 from paceline.planner.layout.compression_checks import refuse_compression
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.planner.layout.layout_checks import check_layout_settings, refuse_unused_place_settings
-from paceline.planner.layout.mesh import resolve_mesh
-from paceline.planner.layout.pipeline_options import refuse_schedule
-from paceline.planner.layout.update_rule_checks import check_update_settings, rule_planning
+from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
@@ -163,7 +157,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     if layout is not None:
         processes, steps = layout.processes(ranks=ranks), settings.train.steps if settings else None
         problems += refuse_idle_faults(faults, ranks=processes, steps=steps, servers=update.servers)
-        problems += _layout_problems(verb, layout, update, ranks, settings, requested)
+        problems += layout_problems(verb, layout, update, ranks, settings, requested)
         problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)
     assert layout is not None and settings is not None
@@ -181,28 +175,6 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         faults=common.faults,
         job_handle=common.job_handle,
     )
-
-
-def _layout_problems(
-    verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, requested: RequestedSettings
-) -> list[PacelineError]:
-    """Return errors for conflicts of layout, ranks and settings.
-
-    A setting from the command line that the layout does not use is an error too, except in `compare`, which passes the
-    same settings to all layouts.
-    """
-    problems: list[PacelineError] = []
-    rule = rule_planning(update)
-    workers = rule.num_workers(update, ranks=ranks, problems=problems)
-    mesh = resolve_mesh(layout, ranks=workers, problems=problems, update=update)
-    problems += [*refuse_schedule(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
-    if settings is not None:
-        typed_settings = [
-            name for name, origin in requested.origins.items() if origin == COMMAND_LINE and verb != "compare"
-        ]
-        problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]
-        problems += refuse_unused_place_settings(layout, mesh, settings, requested=typed_settings)
-    return problems
 
 
 def assign_run_folder(task: Task, *, resume: str | None) -> Task:
@@ -250,8 +222,12 @@ def execute(
         tails.append(LogTail(folder))
         return tails[-1] if not common.quiet else _do_nothing
 
+    fewer_ranks = fewer_rank_counts(task, settings)
+    if fewer_ranks:
+        task = replace(task, requested_ranks=task.ranks)
     request = LaunchRequest(
         ranks=num_processes,
+        fewer_ranks=fewer_ranks,
         run=RunFolder(logs or Path(task.run)),
         entry=entry,
         payload=task.as_json(),

@@ -13,6 +13,7 @@ from paceline.errors import DataError, DesyncError, ExitCode, RollbackError, Sav
 from paceline.faults import MissedFaultError
 from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.resizing import Resizing
 
 DEFAULT_RESTARTS = Survive().restarts
 _FINAL_KINDS = (SpikeError.__name__, SaveError.__name__, MissedFaultError.__name__)
@@ -20,16 +21,24 @@ _FINAL_KINDS = (SpikeError.__name__, SaveError.__name__, MissedFaultError.__name
 _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _STOP_REASON = "Not restarted: a stop was requested."
 _NUMBER = re.compile(r"\d+")
+_DEVICE_ERROR = re.compile(
+    r"invalid device ordinal|no CUDA-capable device|CUDA error: .*(ECC|hardware|busy or unavailable)"
+)
 _IMMEDIATE_RESTARTS = 2
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS, _MAX_DOUBLINGS = 1.0, 30.0, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequested:
-    """Event: the run is to start. `can_restart` is False for commands that save nothing, such as `verify`."""
+    """Event: the run is to start. `can_restart` is False for commands that save nothing, such as `verify`.
+
+    `rank_counts` has the numbers of ranks that the run may have, the largest first; it is empty if there is only one.
+    """
 
     can_restart: bool
     max_restarts: int = DEFAULT_RESTARTS
+    rank_counts: tuple[int, ...] = ()
+    replace_seconds: float = Survive().replace_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,13 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveCompleted:
+    """Event: the current attempt has saved a checkpoint on disk, at `time`."""
+
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested:
     """Event: a signal asks the command to stop."""
 
@@ -67,9 +83,18 @@ class TimePassed:
 
 @dataclass(frozen=True, kw_only=True)
 class StartAttempt:
-    """Action: start an attempt. `after` is the failure that it follows; None for the first attempt of the run."""
+    """Action: start an attempt. `after` is the failure that it follows, or None.
+
+    `ranks` is its number of ranks; 0 for the number that the command asked for.
+    """
 
     after: Failure | None = None
+    ranks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAttempt:
+    """Action: ask the ranks of the current attempt to save and stop, so that another one can follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +111,8 @@ class EndRun:
     reason: str = ""
 
 
-Event = RunRequested | AttemptEnded | StopRequested | TimePassed
-Action = StartAttempt | PrintLine | EndRun
+Event = RunRequested | AttemptEnded | SaveCompleted | StopRequested | TimePassed
+Action = StartAttempt | StopAttempt | PrintLine | EndRun
 
 
 class RestartPolicy:
@@ -102,17 +127,29 @@ class RestartPolicy:
         self._pending_failure: Failure | None = None  # the failure of the attempt that waits for its restart
         self._restart_time = 0.0
         self._is_stop_requested = False
+        self._resizing = Resizing(())
+        self._is_resizing = False  # the current attempt was asked to stop for another number of ranks
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Return whether the policy wants to know when the current attempt saves a checkpoint."""
+        return self._resizing.is_small and not self._is_resizing
 
     def handle(self, event: Event) -> list[Action]:
         """Return the actions that follow from `event`, in order."""
         if isinstance(event, RunRequested):
             self._can_restart, self._max_restarts = event.can_restart, event.max_restarts
-            return [StartAttempt()]
+            self._resizing = Resizing(event.rank_counts, replace_seconds=event.replace_seconds)
+            return [self._start_attempt()]
         if isinstance(event, StopRequested):
             self._is_stop_requested = True
             return [EndRun(reason=_STOP_REASON)] if self._pending_failure is not None else []
         if isinstance(event, TimePassed):
             return self._start_pending_attempt(event.time)
+        if isinstance(event, SaveCompleted):
+            line = self._resizing.grow_if_due(time=event.time)
+            self._is_resizing = bool(line)
+            return [PrintLine(text=line), StopAttempt()] if line else []
         return self._handle_end(event)
 
     def _handle_end(self, event: AttemptEnded) -> list[Action]:
@@ -120,6 +157,10 @@ class RestartPolicy:
         if event.max_restarts is not None:
             self._max_restarts = event.max_restarts
         is_rollback = failure is not None and failure.kind == RollbackError.__name__
+        is_resizing, self._is_resizing = self._is_resizing, False
+        if is_resizing and failure is None and event.exit_code == ExitCode.STOPPED and not self._is_stop_requested:
+            self._saved_step = max(self._saved_step, event.saved_step)
+            return [self._start_attempt()]
         if failure is None or not self._can_restart or not (self._max_restarts or is_rollback):
             return [EndRun()]
         if self._is_stop_requested:
@@ -128,7 +169,11 @@ class RestartPolicy:
             self._num_restarts = 0
         self._saved_step = max(self._saved_step, event.saved_step)
         if is_rollback:  # `train.max_rollbacks` limits their number
-            return [StartAttempt(after=failure)]
+            return [self._start_attempt(after=failure)]
+        line = self._resize_text(event, failure)
+        if line:
+            self._num_restarts = 0
+            return [PrintLine(text=f"{failure.summary}: {line}"), self._start_attempt(after=failure)]
         reason = self._reason_to_end(event, failure)
         if reason is not None:
             return [EndRun(reason=reason)]
@@ -140,6 +185,20 @@ class RestartPolicy:
             return [PrintLine(text=self._waiting_text(failure, delay=delay))]
         return self._start_pending_attempt(event.time)
 
+    def _start_attempt(self, *, after: Failure | None = None) -> StartAttempt:
+        return StartAttempt(after=after, ranks=self._resizing.ranks)
+
+    def _resize_text(self, event: AttemptEnded, failure: Failure) -> str:
+        """Return the line that says why the run continues with fewer ranks; "" if it does not."""
+        if event.reached_step > event.start_step:
+            self._resizing.record_progress()
+            return ""
+        if event.exit_code == ExitCode.REFUSED and self._resizing.is_small and self._resizing.can_shrink:
+            return self._resizing.shrink("this number of ranks does not fit the job", time=event.time)
+        if not has_external_cause(failure) and not is_device_error(failure):
+            return ""
+        return self._resizing.shrink_if_lost(failure, time=event.time)
+
     def _reason_to_end(self, event: AttemptEnded, failure: Failure) -> str | None:
         """Return why the run is not restarted, as text for the screen; None if it is restarted."""
         if event.exit_code == ExitCode.REFUSED or failure.kind in _FINAL_KINDS:
@@ -147,14 +206,16 @@ class RestartPolicy:
         if failure.is_short_of_memory and event.saved_step <= event.start_step:
             return ""
         is_resumed_desync = failure.kind == DesyncError.__name__ and event.start_step > 0  # earlier steps were right
-        if not has_external_cause(failure) and event.reached_step <= event.start_step and not is_resumed_desync:
+        may_return = is_device_error(failure) and self._resizing.can_shrink
+        is_external = has_external_cause(failure) or may_return
+        if not is_external and event.reached_step <= event.start_step and not is_resumed_desync:
             return ""  # no step completed: the job itself has an error
         may_repeat = _is_crash(failure) or _is_killed_data_worker(failure) or failure.kind == TIMEOUT
-        is_repeatable = may_repeat or not has_external_cause(failure)
+        is_repeatable = may_repeat or not is_external
         if is_repeatable and is_same_end(event, self._previous_end):
             place = f"at step {failure.step}" if failure.step else f"after step {event.reached_step}"
             return f"Not restarted again: the same error {place} ended the attempt before."
-        if self._num_restarts >= self._max_restarts:
+        if self._num_restarts >= self._max_restarts and not self._resizing.can_shrink:
             return (
                 f"Not restarted again: {plural(self._num_restarts, 'restart')} without a new checkpoint "
                 "(survive.restarts)."
@@ -181,7 +242,7 @@ class RestartPolicy:
         if self._pending_failure is None or time < self._restart_time:
             return []
         failure, self._pending_failure = self._pending_failure, None
-        return [StartAttempt(after=failure)]
+        return [self._start_attempt(after=failure)]
 
 
 def has_external_cause(failure: Failure) -> bool:
@@ -189,6 +250,11 @@ def has_external_cause(failure: Failure) -> bool:
     has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
     is_external = has_external_kind or _is_killed_data_worker(failure)
     return is_external or failure.is_short_of_memory or is_lost_connection(failure)
+
+
+def is_device_error(failure: Failure) -> bool:
+    """Return whether the error says that the rank's device is missing or broken."""
+    return _DEVICE_ERROR.search(failure.message) is not None
 
 
 def _is_killed_data_worker(failure: Failure) -> bool:

@@ -121,6 +121,11 @@ class Supervisor:
             self._stop_requests.on_request = None
         return self._find_result()
 
+    def stop_attempt(self) -> None:
+        """Ask all ranks to finish their step, save, and stop."""
+        for rank in list(self._attempt.pids):
+            self._ask_to_stop(rank)
+
     @property
     def _status_fd(self) -> int:
         return self._forkserver.status_fd
@@ -257,8 +262,7 @@ class Supervisor:
 
     def _on_stop_request(self, number: int) -> None:
         if self._num_stop_requests == 1 and (self._saves_checkpoints or number == signal.SIGUSR1):
-            for rank in list(self._attempt.pids):
-                self._ask_to_stop(rank)
+            self.stop_attempt()
         else:
             self._kill()
 

@@ -9,9 +9,10 @@ from paceline.console.formatting import plural
 from paceline.errors import ExitCode, MachineError
 from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.temporary_folders import scratch_folder
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
 from paceline.launch.launcher_variables import JoinedWorld
 from paceline.launch.rendezvous import adopt_launcher_variables
+from paceline.launch.run_outcome import failure_screen
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, read_probe
 from paceline.planner.layout.host_resources import busy_fraction
 from paceline.plugins import resolve
