@@ -1,7 +1,7 @@
 """The events of a run, as typed values, and the bus that passes them to sinks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -220,6 +220,11 @@ class EventBus:
         failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
         for note in failure_notes:
             self.emit(note)
+
+    def emit_all(self, events: Iterable[Event]) -> None:
+        """Emit each of `events`."""
+        for event in events:
+            self.emit(event)
 
     def _deliver(self, sink: Sink, event: Event) -> Note | None:
         try:

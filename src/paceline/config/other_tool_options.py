@@ -51,6 +51,7 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--eval.every {}", "eval_every", "eval_steps", "val_check_interval", "eval_interval", reason="in steps"),
     **_row("--log.every {}", "log_every", "logging_steps", "log_every_n_steps", "log_interval", reason="in steps"),
     **_row("--checkpoint.every {}", "save_every", "save_steps", "checkpoint_every", "save_interval", reason="in steps"),
+    **_row("--checkpoint.background", "async_save", "async_mode", "async_checkpointing"),
     **_row("--checkpoint.keep {}", "save_total_limit", "save_top_k"),
     **_row("--watch.to {}", "report_to", "log_with", "logger", reason="console, jsonl, tensorboard, wandb"),
     **_row("--watch.to console,jsonl,wandb", "wandb", "use_wandb"),

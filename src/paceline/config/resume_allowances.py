@@ -62,7 +62,7 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
     **dict.fromkeys(
         (
             "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every",
-            "checkpoint.memory_every", "checkpoint.keep",
+            "checkpoint.background", "checkpoint.memory_every", "checkpoint.keep",
             "checkpoint.consolidated", "watch.to", "run_dir",
         ),
         _REPORTING,

@@ -82,10 +82,12 @@ class Log:
 class Checkpoint:
     """Settings for when to save, and what to keep.
 
-    `memory_every` is the number of steps between two checkpoints in memory; 0 means none.
+    `background` writes checkpoints to disk while the training continues. `memory_every` is the number of steps between
+    two checkpoints in memory; 0 means none.
     """
 
     every: Count | None = None
+    background: bool = False
     memory_every: CountOrZero | None = None
     keep: Count = 3
     consolidated: Literal["last", "none"] = "last"

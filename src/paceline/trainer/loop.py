@@ -12,7 +12,7 @@ from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, SpikeError, UsageError
-from paceline.events import EvalDone, EventBus, Note, Staleness
+from paceline.events import EvalDone, EventBus, Note
 from paceline.faults import TRAINING_KINDS, Faults, missed_faults_error
 from paceline.launch.agent.shared_status import FINISHED_PHASE, HeartbeatWriter
 from paceline.launch.agent.signals import StopFlag
@@ -86,6 +86,7 @@ class Loop:
         self._memory_tier = memory_tier
         self._next_memory_step = math.inf if memory_tier is None else memory_tier.next_step
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
+        self._background_checkpointers = [checkpointer] if checkpointer.uses_background else []
         self._on_eval_argument = on_eval_argument
         self._replica_checks = replica_checks
         self._next_check_step = replica_checks.next_step(cursor.step)
@@ -299,32 +300,26 @@ class Loop:
         self.event_bus.emit(event)
         return event
 
-    def save(self, *, is_best: bool = False) -> None:
-        """Save a checkpoint now. Every rank must call this."""
+    def save(self, *, is_best: bool = False, in_background: bool = False) -> None:
+        """Save a checkpoint now; with `in_background`, it may be on disk only later. Every rank must call this."""
         self.finish_pending()
         self._send_heartbeat(phase="save")
         start_time = time.perf_counter()
         self.setup.step.deferred_finite_check.check_last_step()
         self._check_replicas()
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
-        self._report_staleness()
+        self._logger.report_staleness(step=self.cursor.step)
         self._faults.fire("save", step=self.cursor.step)
         with self._faults.full_disk(step=self.cursor.step):
             events = self._checkpointer.save(
-                cursor=self.cursor, loader=self.loader, progress=self.progress.as_json(), is_best=is_best
+                cursor=self.cursor,
+                loader=self.loader,
+                progress=self.progress.as_json(),
+                is_best=is_best,
+                in_background=in_background,
             )
-        for event in events:
-            self.event_bus.emit(event)
+        self.event_bus.emit_all(events)
         self._logger.clock.save_seconds += time.perf_counter() - start_time
-
-    def _report_staleness(self) -> None:
-        """Emit the staleness that each rank measured, if updates are asynchronous."""
-        local_staleness = self.setup.step.collect_staleness()
-        if local_staleness is not None:
-            reports = tuple(
-                report for rank_reports in self.setup.world.gather_json(local_staleness) for report in rank_reports
-            )
-            self.event_bus.emit(Staleness(step=self.cursor.step, update=self.setup.plan.update, told=reports))
 
     @property
     def position_text(self) -> str:
@@ -333,6 +328,8 @@ class Loop:
 
     def finish(self) -> ExitCode:
         """Save the last step if it is not saved yet, and return the exit code."""
+        self._send_heartbeat(phase="save")
+        self.event_bus.emit_all(self._checkpointer.complete())
         if any(self.setup.world.gather_json(self._stop.is_requested)):  # a signal may also come between two steps
             self.stop_reason = "signal"
         if self._checkpointer.last_saved != self.cursor.step:
@@ -375,11 +372,13 @@ class Loop:
             self.progress.is_evaluation_pending = (
                 is_evaluation_due  # save before a due evaluation, because the evaluation may fail
             )
-            self.save()
+            self.save(in_background=not (is_last_step or self.is_stopping))
+        for checkpointer in self._background_checkpointers:
+            self.event_bus.emit_all(checkpointer.take_events())
         if is_evaluation_due:
             self._evaluate_due()
         if step >= self._next_memory_step and self._memory_tier is not None:
-            if self._checkpointer.last_saved == step:
+            if self._checkpointer.last_started == step:
                 self._memory_tier.postpone(step)
             else:
                 self._save_to_memory(self._memory_tier)
@@ -392,13 +391,11 @@ class Loop:
         self.setup.step.deferred_finite_check.check_last_step()
         self._check_replicas()  # a restart must not continue from a wrong copy
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
-        for event in tier.save(cursor=self.cursor, loader=self.loader, progress=self.progress.as_json()):
-            self.event_bus.emit(event)
+        self.event_bus.emit_all(tier.save(cursor=self.cursor, loader=self.loader, progress=self.progress.as_json()))
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:
-        for note in self._replica_checks.check(self.cursor.step):
-            self.event_bus.emit(note)
+        self.event_bus.emit_all(self._replica_checks.check(self.cursor.step))
 
     def _evaluate_due(self) -> None:
         """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""
@@ -408,7 +405,7 @@ class Loop:
             self.progress.is_evaluation_pending = True
             self.is_stopping, self.stop_reason = True, self.stop_reason or "signal"
         is_best = event is not None and self._judge_evaluation(event)
-        if event is not None or self._checkpointer.last_saved != self.cursor.step:
+        if event is not None or self._checkpointer.last_started != self.cursor.step:
             self._record_outcome(is_best)
 
     def _record_outcome(self, is_best: bool) -> None:
@@ -416,12 +413,12 @@ class Loop:
 
         If the step has no checkpoint, save one if the step is the best so far or the run is stopping.
         """
-        if self._checkpointer.last_saved == self.cursor.step:
+        if self._checkpointer.last_started == self.cursor.step:
             self._checkpointer.amend(progress=self.progress.as_json(), is_best=is_best)
             if is_best:
                 self.event_bus.emit(Note(text=f"step {self.cursor.step} is the best so far"))
         elif is_best or self.is_stopping:
-            self.save(is_best=is_best)
+            self.save(is_best=is_best, in_background=not self.is_stopping)
 
     def _judge_evaluation(self, event: EvalDone) -> bool:
         """Return whether the evaluation is the best so far. Stop the run if early stopping demands it."""
@@ -442,6 +439,7 @@ class Loop:
     def report_finished(self) -> None:
         """Report in the heartbeat that no more steps follow. From then on, the launcher accepts a long silence."""
         self._send_heartbeat(phase=FINISHED_PHASE)
+        self._checkpointer.close()
 
     def _send_heartbeat(self, *, phase: str = "step") -> None:
         if self._heartbeat is not None:

@@ -47,7 +47,7 @@ from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forec
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
 from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.loop import Loop
-from paceline.trainer.saving.checkpointer import Checkpointer, run_identity
+from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer, run_identity
 from paceline.trainer.saving.final_weights import write_final_weights
 from paceline.trainer.saving.memory_tier import open_memory_tier
 from paceline.trainer.saving.resume_run import (
@@ -200,8 +200,9 @@ class _SessionBuilder:
             events += [Note(text=text, level="warning") for text in changes]
         loader = self._make_loader(cursor, data_properties)
         bus = self._make_event_bus()
-        checkpointer = Checkpointer(
-            setup=self.setup,
+        checkpointer = open_checkpointer(
+            self.setup,
+            prepared_job.task,
             folder=self.run.checkpoints,
             identity=identity,
             resumed_checkpoint=loaded,
@@ -334,7 +335,7 @@ class _SessionBuilder:
             setup=self.setup,
             loader=loader,
             checkpointer=checkpointer,
-            memory_tier=open_memory_tier(self.setup, task, checkpointer, start_step=cursor.step),
+            memory_tier=open_memory_tier(self.setup, checkpointer, start_step=cursor.step),
             event_bus=event_bus,
             heartbeat=open_heartbeat(self.world.rank, settings, start_step=cursor.step),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),

@@ -4,7 +4,7 @@ from collections import deque
 
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
-from paceline.events import EventBus, Note, StepDone
+from paceline.events import EventBus, Note, Staleness, StepDone
 from paceline.parallel.data_parallel.reducer import unused_parameters_note
 from paceline.step.step_totals import StepResult
 from paceline.trainer.checks.evaluation_checks import refuse_unknown_metrics
@@ -47,6 +47,15 @@ class StepLogger:
         """Log the last step, whether or not it falls on `log.every`."""
         if self.last_result is not None and self._last_logged_step != self.last_result.step:
             self._log(self.last_result)
+
+    def report_staleness(self, *, step: int) -> None:
+        """Emit the staleness that each rank measured, if updates are asynchronous. Every rank must call this."""
+        local_staleness = self._setup.step.collect_staleness()
+        if local_staleness is not None:
+            reports = tuple(
+                report for rank_reports in self._setup.world.gather_json(local_staleness) for report in rank_reports
+            )
+            self._event_bus.emit(Staleness(step=step, update=self._setup.plan.update, told=reports))
 
     def _process_results(self, *, num_left: int) -> None:
         """Check and log the oldest results, until only `num_left` results are left."""

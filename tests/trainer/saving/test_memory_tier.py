@@ -12,6 +12,7 @@ from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.errors import SaveError
 from paceline.events import Note
+from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
 from paceline.trainer.saving.memory_tier import MemoryTier, open_memory_tier
 
 
@@ -24,12 +25,14 @@ class Writer:
         self._seconds = seconds
         self.error: Exception | None = None
 
-    def write(self, folder: Path, *, cursor: Any, loader: object, progress: object) -> None:
+    def write(self, folder: Path, *, cursor: Any, loader: object, progress: object) -> Path:
         if self.error is not None:
             raise self.error
         self._clock.now += self._seconds
         self.steps.append(cursor.step)
-        (folder / f"step-{cursor.step:08d}").mkdir()
+        path = folder / f"step-{cursor.step:08d}"
+        path.mkdir()
+        return path
 
 
 class Clock:
@@ -47,11 +50,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def setup_of(*, synchronous: bool = True, memory_every: int | None = None, elements: int = 1000) -> Any:
+def setup_of(
+    *, synchronous: bool = True, memory_every: int | None = None, background: bool = False, elements: int = 1000
+) -> Any:
     return SimpleNamespace(
         world=World.alone(),
         named_parameters=[SimpleNamespace(parameter=torch.zeros(elements))],
-        settings=SimpleNamespace(checkpoint=SimpleNamespace(memory_every=memory_every)),
+        settings=SimpleNamespace(checkpoint=SimpleNamespace(memory_every=memory_every, background=background)),
         plan=SimpleNamespace(update_rule=SimpleNamespace(is_synchronous=synchronous)),
     )
 
@@ -60,7 +65,8 @@ def tier_of(
     writer: Writer, folder: Path, *, every: int | None, start_step: int = 0, elements: int = 1000
 ) -> MemoryTier:
     setup = setup_of(elements=elements)
-    return MemoryTier(setup=setup, checkpointer=writer, folder=folder, every=every, start_step=start_step)  # type: ignore[arg-type]
+    memory = MemoryFolder(folder, world=World.alone(), keeps_checkpoints=True)
+    return MemoryTier(setup=setup, checkpointer=writer, memory=memory, every=every, start_step=start_step)  # type: ignore[arg-type]
 
 
 def run_steps(tier: MemoryTier, clock: Clock, *, steps: range, seconds: float) -> list[Any]:
@@ -112,12 +118,15 @@ def test_a_save_that_fails_turns_the_tier_off_and_the_run_goes_on(clock: Clock, 
 
 def test_which_runs_have_one(tmp_path: Path) -> None:
     task = Task(verb="train", job="job.py", memory_folder=str(tmp_path))
-    writer: Any = None
 
     def has_one(setup: Any, task: Task = task) -> bool:
-        return open_memory_tier(setup, task, writer, start_step=0) is not None
+        checkpointer: Any = SimpleNamespace(memory=open_memory_folder(setup, task))
+        return open_memory_tier(setup, checkpointer, start_step=0) is not None
 
     assert has_one(setup_of()) and has_one(setup_of(memory_every=5))
     assert not has_one(setup_of(memory_every=0))
     assert not has_one(setup_of(synchronous=False))
     assert not has_one(setup_of(), Task(verb="train", job="job.py"))
+    only_to_copy = setup_of(memory_every=0, background=True)
+    assert not has_one(only_to_copy) and open_memory_folder(only_to_copy, task) is not None
+    assert open_memory_folder(setup_of(memory_every=0), task) is None

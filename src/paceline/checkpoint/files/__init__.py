@@ -3,6 +3,8 @@
 Start with `checkpoint_folder.py`.
 
 - `checkpoint_folder.py`: Checkpoint folders: list, open, check, mark and remove them.
+- `copy_checkpoint.py`: The copy of a checkpoint from memory to disk, in calls during which the other threads of the
+  process run.
 - `hf_folder.py`: Model folders for other programs: plain safetensors, split into several files with an index if large.
 - `manifest.py`: The manifest of a checkpoint: it lists every file and tensor.
 - `manifest_schema.py`: The schema of a manifest: the required type of every part.

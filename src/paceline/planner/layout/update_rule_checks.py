@@ -22,7 +22,12 @@ RULE_PLANNING: Mapping[UpdateKind, RulePlanning] = {
 }
 
 _UNKNOWN_LOSS = "the ranks must know the loss of a step before its update, which needs synchronous updates"
-_REASONS_OF_ALL_ASYNCHRONOUS = {"on_spike": _UNKNOWN_LOSS, "rollback": _UNKNOWN_LOSS}
+_STEPS_IN_FLIGHT = "a save waits for the steps in flight anyway, and has no checkpoint in memory to copy"
+_REASONS_OF_ALL_ASYNCHRONOUS = {
+    "on_spike": _UNKNOWN_LOSS,
+    "rollback": _UNKNOWN_LOSS,
+    "checkpoint.background": _STEPS_IN_FLIGHT,
+}
 
 
 def rule_planning(update: UpdateRule) -> RulePlanning:
@@ -66,6 +71,11 @@ def _checked_settings(settings: Settings, *, device: str) -> dict[str, tuple[boo
         "skip": (skips, "--train.on_nonfinite skip", "--train.on_nonfinite stop"),
         "sync_bn": (train.buffers == "sync_bn", "sync_bn", "leave --train.buffers out"),
         "compile": (train.compile, "--train.compile", "leave it out"),
+        "checkpoint.background": (
+            settings.checkpoint.background,
+            "--checkpoint.background",
+            "leave it out, or --update sync",
+        ),
         "workers": (
             settings.data.workers > 0,
             "--data.workers",

@@ -2,11 +2,15 @@
 
 Start with `checkpointer.py`.
 
+- `background_saves.py`: Saves in the background: the training waits for a checkpoint in memory, and a thread of rank 0
+  copies it to disk.
 - `checkpointer.py`: Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept
   checkpoints.
 - `final_weights.py`: The final weights of a run: `consolidated/`, and a record with their digest.
 - `local_sgd_state.py`: The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own
   weights and optimizers.
+- `memory_folder.py`: The folder of a command's checkpoints in memory, which the memory tier and saves in the background
+  share.
 - `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
 - `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
   state.

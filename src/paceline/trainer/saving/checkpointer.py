@@ -31,6 +31,7 @@ from paceline.checkpoint.train_state import (
 )
 from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.comm.collective_errors import run_on_all_ranks
+from paceline.config.task import Task
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.events import CheckpointSaved, Event, Note
@@ -42,7 +43,9 @@ from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
+from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
+from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -158,7 +161,11 @@ class Checkpointer:
     """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest.
 
     `last_saved` is the step of the newest checkpoint in this run's folder that the run has saved or resumed from. It is
-    -1 if there is no such checkpoint.
+    -1 if there is no such checkpoint. `last_started` also counts a save that is still written in the background. Both
+    are equal on all ranks.
+
+    `on_commit(path)` is called on rank 0 when a checkpoint has been committed on disk, and again when the outcome of an
+    evaluation has been written into it. In a save in the background, another thread calls it.
     """
 
     def __init__(
@@ -168,6 +175,8 @@ class Checkpointer:
         folder: Path,
         identity: Mapping[str, Any],
         resumed_checkpoint: OpenCheckpoint | None,
+        memory: MemoryFolder | None = None,
+        on_commit: Callable[[Path], None] | None = None,
     ) -> None:
         self._setup = setup
         self._world = setup.world
@@ -179,27 +188,78 @@ class Checkpointer:
         self.last_saved = (
             resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.belongs_to(folder) else -1
         )
+        self.last_started = self.last_saved
+        self.memory = memory
+        self._on_commit = on_commit
+        self._background = BackgroundSaves(
+            world=setup.world,
+            folder=folder,
+            folder_identity=self._folder_identity,
+            memory=memory,
+            is_on=setup.settings.checkpoint.background,
+        )
 
-    def save(self, *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any], is_best: bool) -> list[Event]:
+    @property
+    def uses_background(self) -> bool:
+        """Return whether a save may be written to disk while the training continues."""
+        return self._background.is_on
+
+    def save(
+        self,
+        *,
+        cursor: Cursor,
+        loader: BatchLoader,
+        progress: Mapping[str, Any],
+        is_best: bool,
+        in_background: bool = False,
+    ) -> list[Event]:
         """Save the current state. Every rank must call this; a failure on one rank is raised on all.
+
+        With `in_background`, and if the run `uses_background`, the checkpoint is written to disk after this call. A
+        failure is then raised by the next call of `save` or `complete`. A save waits for the one before.
+
+        Raises:
+            CheckpointError: the checkpoint, or the one before, could not be written; older checkpoints are untouched.
+        """
+        start_time, step = time.perf_counter(), cursor.step
+        events = self.complete()
+        write = partial(self.write, cursor=cursor, loader=loader, progress=progress)
+        finish_save = partial(self._finish_save, step=step, is_best=is_best, start_time=start_time)
+        source = None
+        if in_background and self.uses_background:
+            source, notes = self._background.write_to_memory(write)
+            events += notes
+        if source is not None:
+            self._background.start_copy(source, step=step, finish_save=finish_save)
+        else:
+            path = write(self._folder, folder_identity=self._folder_identity)
+            self.last_saved = step
+            saved = run_on_all_ranks(self._world, lambda: finish_save(path) if self._world.is_main else None)
+            events += [saved] if saved is not None else []
+        self.last_started = step
+        untracked_warning = self._untracked_state.warning_text(self._world)
+        if not self._world.is_main:
+            return []
+        warnings = [untracked_warning, self._note_lost_mark()]
+        return [*events, *(Note(text=text, level="warning") for text in warnings if text)]
+
+    def complete(self) -> list[Event]:
+        """Wait until the last save is on disk. Every rank must call this; a failure is raised on all.
 
         Raises:
             CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
         """
-        start_time = time.perf_counter()
-        path = self.write(
-            self._folder, cursor=cursor, loader=loader, progress=progress, folder_identity=self._folder_identity
-        )
-        self.last_saved = cursor.step
-        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
-        untracked_warning = self._untracked_state.warning_text(self._world)
-        if not self._world.is_main:
-            return []
-        seconds = time.perf_counter() - start_time
-        num_bytes = folder_bytes(path)
-        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
-        warnings = [untracked_warning, self._note_lost_mark()]
-        return [saved, *(Note(text=text, level="warning") for text in warnings if text)]
+        self._background.complete()
+        self.last_saved = self.last_started
+        return self._background.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Return the events of saves in the background that have been committed since the last call."""
+        return self._background.take_events()
+
+    def close(self) -> None:
+        """Wait until nothing is written any more. A failure is not raised, because the run has ended in another way."""
+        self._background.close()
 
     def write(
         self,
@@ -262,28 +322,56 @@ class Checkpointer:
         self._untracked_state.start_tracking()
 
     def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> None:
-        """Write the outcome of an evaluation into the last saved checkpoint. Every rank must call this.
+        """Write the outcome of an evaluation into the last checkpoint. Every rank must call this.
+
+        If this checkpoint is still written in the background, its outcome is too.
 
         Raises:
             SaveError: the outcome cannot be written.
             CheckpointError: the manifest of the checkpoint cannot be read.
         """
-        step = self.last_saved
-        path = self._folder / step_name(step)
-        run_on_all_ranks(self._world, partial(self._amend, path, progress))
-        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, step, is_best))
+        amend = partial(self._amend, self.last_started, progress, is_best)
+        if self._background.is_writing:
+            self._background.add(amend)
+        else:
+            run_on_all_ranks(self._world, lambda: amend() if self._world.is_main else None)
 
-    def _amend(self, path: Path, progress: Mapping[str, Any]) -> None:
-        if self._world.is_main:
-            with convert_to_save_error(f"the evaluation at {path.name}", self._folder):
-                update_state(path, extra=dict(progress))
+    def _amend(self, step: int, progress: Mapping[str, Any], is_best: bool) -> None:
+        path = self._folder / step_name(step)
+        with convert_to_save_error(f"the evaluation at {path.name}", self._folder):
+            update_state(path, extra=dict(progress))
+        self._mark_and_prune(path, step, is_best)
+
+    def _finish_save(self, path: Path, *, step: int, is_best: bool, start_time: float) -> CheckpointSaved:
+        """Mark and report a committed checkpoint, and remove the oldest checkpoints. Only rank 0 calls this."""
+        self._mark_and_prune(path, step, is_best)
+        seconds, num_bytes = time.perf_counter() - start_time, folder_bytes(path)
+        return CheckpointSaved(step=step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
 
     def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
-        """Mark this checkpoint if it is the best, and remove the oldest checkpoints."""
-        if not self._world.is_main:
-            return
+        """Mark this checkpoint if it is the best, remove the oldest checkpoints, and call `on_commit`."""
         if is_best:
             with convert_to_save_error(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
         with convert_to_save_error("the list of checkpoints, without the oldest,", self._folder):
             prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep)
+        if self._on_commit is not None:
+            self._on_commit(path)
+
+
+def open_checkpointer(
+    setup: TrainingSetup,
+    task: Task,
+    *,
+    folder: Path,
+    identity: Mapping[str, Any],
+    resumed_checkpoint: OpenCheckpoint | None,
+) -> Checkpointer:
+    """Return the checkpointer of a run, with the memory folder of its command."""
+    return Checkpointer(
+        setup=setup,
+        folder=folder,
+        identity=identity,
+        resumed_checkpoint=resumed_checkpoint,
+        memory=open_memory_folder(setup, task),
+    )

@@ -5,23 +5,19 @@ a folder of /dev/shm that belongs to the command, so they survive its ranks. The
 """
 
 import math
-import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import list_checkpoints
-from paceline.config.task import Task
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError
 from paceline.events import Event, Note
 from paceline.trainer.saving.checkpointer import Checkpointer
+from paceline.trainer.saving.memory_folder import MemoryFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_KEPT = 2  # the newest checkpoint, and an older one in case the newest is damaged
 _MEASURED_STEPS = 10  # steps from which the duration of a step is measured before the first save
 _MAX_SHARE = 0.01  # of the time of all steps, for saves at the derived interval
 _FIRST_SECONDS, _BYTES_PER_SECOND = 0.05, 5e8  # an estimate of the cost of the first save, rather too high
@@ -36,11 +32,17 @@ class MemoryTier:
     """
 
     def __init__(
-        self, *, setup: TrainingSetup, checkpointer: Checkpointer, folder: Path, every: int | None, start_step: int
+        self,
+        *,
+        setup: TrainingSetup,
+        checkpointer: Checkpointer,
+        memory: MemoryFolder,
+        every: int | None,
+        start_step: int,
     ) -> None:
         self._checkpointer = checkpointer
         self._world = setup.world
-        self._folder = folder
+        self._memory = memory
         self._every = every
         self._save_seconds: float | None = None
         num_bytes = sum(member.parameter.numel() * member.parameter.element_size() for member in setup.named_parameters)
@@ -66,17 +68,12 @@ class MemoryTier:
             self._save_seconds = self._estimated_seconds
             return []
         start_time = time.perf_counter()
-        if self._world.is_main:
-            with suppress(OSError):  # then the write fails on all ranks together
-                self._folder.mkdir(mode=0o700, exist_ok=True)
         try:
-            self._checkpointer.write(self._folder, cursor=cursor, loader=loader, progress=progress)
+            self._memory.write(partial(self._checkpointer.write, cursor=cursor, loader=loader, progress=progress))
         except CheckpointError as error:
             self.next_step = math.inf
             text = f"checkpoints in memory are off: {error.what} A restart continues from the newest one on disk"
             return [Note(text=text, level="warning")]
-        if self._world.is_main:
-            self._prune()
         if self._every is not None:
             self.postpone(cursor.step)
         else:
@@ -93,23 +90,10 @@ class MemoryTier:
         self.postpone(step)
         self._interval_start = (step, time.perf_counter())
 
-    def _prune(self) -> None:
-        for path in list_checkpoints(self._folder)[:-_KEPT]:
-            with suppress(OSError):
-                shutil.rmtree(path)
 
-
-def open_memory_tier(
-    setup: TrainingSetup, task: Task, checkpointer: Checkpointer, *, start_step: int
-) -> MemoryTier | None:
-    """Return the memory tier of a run, or None if it has none.
-
-    A run has none if its command made no folder for it, if `checkpoint.memory_every` is 0, or if the update is
-    asynchronous. An asynchronous run completes its steps in flight before each save, so additional saves would change
-    the training.
-    """
-    every = setup.settings.checkpoint.memory_every
-    if not task.memory_folder or every == 0 or not setup.plan.update_rule.is_synchronous:
+def open_memory_tier(setup: TrainingSetup, checkpointer: Checkpointer, *, start_step: int) -> MemoryTier | None:
+    """Return the memory tier of a run; None if it has no memory folder, or if `checkpoint.memory_every` is 0."""
+    every, memory = setup.settings.checkpoint.memory_every, checkpointer.memory
+    if memory is None or every == 0:
         return None
-    folder = Path(task.memory_folder)
-    return MemoryTier(setup=setup, checkpointer=checkpointer, folder=folder, every=every, start_step=start_step)
+    return MemoryTier(setup=setup, checkpointer=checkpointer, memory=memory, every=every, start_step=start_step)
