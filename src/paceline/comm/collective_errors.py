@@ -24,13 +24,34 @@ def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
     return result
 
 
+def gather_on_all_ranks(world: World, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+    """Run `work` on every rank; return its first result of this rank, and its second result, as JSON, of all ranks.
+
+    Raises:
+        CheckpointError: the error of this rank, or of the first rank that has one.
+    """
+    problem: CheckpointError | None = None
+    shared: Any = None
+    try:
+        result, shared = work()
+    except CheckpointError as error:
+        problem = error
+    answers = world.gather_json([None if problem is None else problem.as_json(), shared])
+    _raise_first(problem, [error for error, _ in answers])
+    return result, [value for _, value in answers]
+
+
 def raise_on_all_ranks(world: World, problem: CheckpointError | None) -> None:
     """Raise an error on all ranks if any rank has one; every rank calls this.
 
     Raises:
         CheckpointError: the error of this rank, or of the first rank that has one.
     """
-    errors = world.gather_json(None if problem is None else problem.as_json())
+    _raise_first(problem, world.gather_json(None if problem is None else problem.as_json()))
+
+
+def _raise_first(problem: CheckpointError | None, errors: Iterable[Mapping[str, Any] | None]) -> None:
+    """Raise the error of this rank, or the first of all ranks' errors."""
     if problem is not None:
         raise problem
     for rank, error in enumerate(errors):

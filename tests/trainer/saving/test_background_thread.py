@@ -1,34 +1,46 @@
-"""The thread that writes checkpoints in the background, the copy that it makes, and the memory that it copies from."""
+"""The threads of a save that the training does not wait for, and the copy from memory to disk."""
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, read_manifest
 from paceline.checkpoint.files.copy_checkpoint import copy_files
+from paceline.checkpoint.files.safetensors_io import TensorBytes
 from paceline.comm.process_group import World
-from paceline.errors import SaveError
+from paceline.errors import CheckpointError, SaveError
 from paceline.events import CheckpointSaved, Note
 from paceline.filesystem.run_lock import FolderIdentity
-from paceline.trainer.saving.background_saves import BackgroundSaves, BackgroundThread
-from paceline.trainer.saving.memory_folder import MemoryFolder
+from paceline.trainer.saving import memory_folder
+from paceline.trainer.saving.background_saves import BackgroundSaves
+from paceline.trainer.saving.background_thread import BackgroundThread
+from paceline.trainer.saving.memory_folder import MemoryCheckpoint, MemoryFolder
+from tests.checkpoint.test_damaged_checkpoints import STATE
 
 
 def test_functions_are_called_in_order_beside_the_caller() -> None:
-    thread, called, gate = BackgroundThread(), list[str](), threading.Event()
-    thread.add(lambda: (gate.wait(10), called.append("first"))[1])
+    thread, called, gate = BackgroundThread("other"), list[str](), threading.Event()
+
+    def call_first() -> None:
+        gate.wait(10)
+        called.append("first")
+
+    thread.add(call_first)
     thread.add(lambda: called.append("second"))
     assert called == []
     gate.set()
     thread.wait()
     assert called == ["first", "second"]
     thread.close()
-    assert "paceline-save" not in {other.name for other in threading.enumerate()}
+    assert "other" not in {other.name for other in threading.enumerate()}
 
 
 def test_an_error_cancels_what_follows_and_is_raised_once() -> None:
-    thread, called = BackgroundThread(), list[str]()
+    thread, called = BackgroundThread("other"), list[str]()
 
     def fail() -> None:
         raise SaveError("no space")
@@ -63,40 +75,133 @@ def test_a_source_that_shrinks_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
         copy_files(source, target)
 
 
-def write(folder: Path, step: int) -> Path:
-    path = folder / f"step-{step:08d}"
-    path.mkdir()
-    (path / "file").write_text(str(step))
-    return path
+def files_of(step: int, *, elements: int = 10) -> dict[str, list[TensorBytes]]:
+    data = bytes([step]) * (4 * elements)
+    tensors = [
+        TensorBytes(name=name, dtype="F32", shape=(elements,), data=memoryview(data)) for name in ("a.weight", "b")
+    ]
+    return {"model.safetensors": tensors, "optimizer.safetensors": []}
+
+
+def write(memory: MemoryFolder, step: int, *, elements: int = 10) -> MemoryCheckpoint:
+    return memory.write(step=step, files=files_of(step, elements=elements), state={**STATE, "marker": step})
+
+
+def open_folder(folder: Path, *, keeps: bool = True, attempt: int = 1) -> MemoryFolder:
+    return MemoryFolder(folder / "memory", world=World.alone(), keeps_checkpoints=keeps, attempt=attempt)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_what_is_copied_stays_in_memory(tmp_path: Path, keeps: bool) -> None:
-    memory = MemoryFolder(tmp_path / "memory", world=World.alone(), keeps_checkpoints=keeps)
-    lent = memory.write(lambda folder: write(folder, 1))
-    memory.lend(lent)
-    for step in (2, 3, 4):
-        memory.write(lambda folder, step=step: write(folder, step))
-    assert (lent / "file").read_text() == "1"
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_checkpoint_in_memory_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    if not waits:
+        monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
+    memory = open_folder(tmp_path)
+    for step in range(1, 7):
+        path = write(memory, step, elements=10 if step < 5 else 11).path
+    memory.complete()
+    for name, step in (("step-00000005", 5), ("step-00000006", 6)):
+        check_checkpoint(memory.path / name)
+        assert (memory.path / name / "model.safetensors").read_bytes().endswith(bytes([step]) * 88)
+        assert read_manifest(memory.path / name).state["marker"] == step
+    assert path == memory.path / "step-00000006"
+    assert names(memory.path) == ["latest", "slots-1", "step-00000005", "step-00000006"]
+    memory.close()
+
+
+def test_memory_is_allocated_only_once(tmp_path: Path) -> None:
+    memory = open_folder(tmp_path)
+    inodes = set()
+    for step in range(1, 10):
+        inodes.add((write(memory, step).path / "model.safetensors").stat().st_ino)
+    assert len(inodes) == 3, "two are kept, and one is written"
+    slots = memory.path / "slots-1" / "rank-0"
+    assert len(names(slots)) == 6
+    for step in range(10, 14):
+        write(memory, step, elements=12)
+    assert len(names(slots)) == 6, "those of another size are removed"
+    memory.close()
+
+
+def test_a_checkpoint_that_a_reader_holds_is_not_overwritten(tmp_path: Path) -> None:
+    memory = open_folder(tmp_path)
+    path = write(memory, 1).path
+    memory.lend(path)
+    for step in range(2, 9):
+        write(memory, step)
+    check_checkpoint(path)
     memory.take_back()
-    assert names(memory.path) == (["step-00000003", "step-00000004"] if keeps else [])
+    memory.complete()
+    assert names(memory.path) == ["latest", "slots-1", "step-00000007", "step-00000008"]
+    memory.close()
+
+
+def test_the_next_attempt_removes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
+    first = open_folder(tmp_path)
+    path = write(first, 1).path
+    (first.path / ".saving-step-00000002-memory").mkdir()
+    second = open_folder(tmp_path, attempt=2)
+    check_checkpoint(path)
+    assert names(second.path) == ["latest", "step-00000001"]
+    write(second, 2)
+    check_checkpoint(path)
+    first.close(), second.close()
+
+
+def test_too_little_memory_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = open_folder(tmp_path)
+    path = write(memory, 1).path
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SaveError, match="a checkpoint in memory could not be written: No space left"):
+        write(memory, 2)
+    check_checkpoint(path)
+    assert names(memory.path) == ["latest", "slots-1", "step-00000001"] and names(memory.path / "slots-1") == []
+    memory.close()
+
+
+def test_a_checkpoint_that_can_not_be_committed_is_said_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
+    memory = open_folder(tmp_path)
+    write(memory, 1)
+    memory.complete()
+
+    def damaged(*_: object, **__: object) -> None:
+        raise OSError(5, os.strerror(5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_folder, "write_manifest", damaged)
+        write(memory, 2)
+        memory.add(lambda: pytest.fail("it is not committed"))
+        with pytest.raises(CheckpointError, match="could not be written: Input/output error"):
+            write(memory, 3)
+    assert [name for name in names(memory.path) if "step" in name] == ["step-00000001"]
+    memory.close()
 
 
 def background_saves(folder: Path) -> BackgroundSaves:
-    world = World.alone()
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    memory = MemoryFolder(folder / "memory", world=world, keeps_checkpoints=False)
     return BackgroundSaves(
-        world=world,
+        world=World.alone(),
         folder=folder / "run" / "checkpoints",
         folder_identity=FolderIdentity(folder / "run"),
-        memory=memory,
+        memory=open_folder(folder, keeps=False),
         is_on=True,
     )
+
+
+def start(saves: BackgroundSaves, finish: Callable[[Path], CheckpointSaved]) -> None:
+    source, notes = saves.write_to_memory(lambda memory: write(memory, 1))
+    assert source is not None and not notes
+    saves.start_copy(source, step=1, finish_save=finish)
 
 
 def saved(path: Path) -> CheckpointSaved:
@@ -105,44 +210,60 @@ def saved(path: Path) -> CheckpointSaved:
 
 def test_a_save_is_told_once_it_is_on_disk(tmp_path: Path) -> None:
     saves, gate = background_saves(tmp_path), threading.Event()
-    source, notes = saves.write_to_memory(lambda folder: write(folder, 1))
-    assert source is not None and not notes
 
     def finish(path: Path) -> CheckpointSaved:
         gate.wait(10)
         return saved(path)
 
-    saves.start_copy(source, step=1, finish_save=finish)
+    start(saves, finish)
     assert saves.take_events() == [] and saves.is_writing
     gate.set()
     saves.complete()
     (event,) = saves.take_events()
+    saves.close()
     checkpoints = tmp_path / "run" / "checkpoints"
     assert event == saved(checkpoints / "step-00000001") and not saves.is_writing
-    assert names(checkpoints) == ["latest", "step-00000001"] and names(tmp_path / "memory") == []
-    saves.close()
+    assert names(checkpoints) == ["latest", "step-00000001"]
+    check_checkpoint(checkpoints / "step-00000001")
+    assert names(tmp_path / "memory") == ["latest", "slots-1"]
 
 
 def test_a_failed_copy_leaves_nothing_and_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = background_saves(tmp_path)
-    source, _ = saves.write_to_memory(lambda folder: write(folder, 1))
-    assert source is not None
 
     def full(*_: object) -> int:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "sendfile", full)
-    saves.start_copy(source, step=1, finish_save=saved)
+    start(saves, saved)
     with pytest.raises(SaveError, match="step 1 could not be written: No space left"):
         saves.complete()
     assert names(tmp_path / "run" / "checkpoints") == [] and saves.take_events() == []
     saves.close()
 
 
+def test_a_copy_that_never_began_is_not_taken_for_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory tier has met the error of the checkpoint in memory, and has turned itself off."""
+    monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
+    saves = background_saves(tmp_path)
+
+    def damaged(*_: object, **__: object) -> None:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(memory_folder, "write_manifest", damaged)
+    start(saves, saved)
+    assert saves._memory is not None
+    with pytest.raises(CheckpointError):
+        write(saves._memory, 2)
+    with pytest.raises(SaveError, match="writing it into memory failed"):
+        saves.complete()
+    saves.close()
+
+
 def test_memory_that_is_too_small_turns_it_off_with_a_note(tmp_path: Path) -> None:
     saves = background_saves(tmp_path)
 
-    def refuse(folder: Path) -> Path:
+    def refuse(memory: MemoryFolder) -> Any:
         raise SaveError("a checkpoint needs 2 GiB, but 1 GiB are free.")
 
     source, (note,) = saves.write_to_memory(refuse)

@@ -17,7 +17,7 @@ from paceline.trainer.saving.memory_tier import MemoryTier, open_memory_tier
 
 
 class Writer:
-    """Stands in for the checkpointer: it only takes time, and creates a folder."""
+    """Stands in for the checkpointer: it only takes time."""
 
     def __init__(self, clock: "Clock", *, seconds: float) -> None:
         self.steps: list[int] = []
@@ -25,14 +25,11 @@ class Writer:
         self._seconds = seconds
         self.error: Exception | None = None
 
-    def write(self, folder: Path, *, cursor: Any, loader: object, progress: object) -> Path:
+    def write(self, write: object, *, cursor: Any, loader: object, progress: object) -> None:
         if self.error is not None:
             raise self.error
         self._clock.now += self._seconds
         self.steps.append(cursor.step)
-        path = folder / f"step-{cursor.step:08d}"
-        path.mkdir()
-        return path
 
 
 class Clock:
@@ -62,10 +59,17 @@ def setup_of(
 
 
 def tier_of(
-    writer: Writer, folder: Path, *, every: int | None, start_step: int = 0, elements: int = 1000
+    writer: Writer,
+    folder: Path,
+    *,
+    every: int | None,
+    start_step: int = 0,
+    elements: int = 1000,
+    background_seconds: float = 0.0,
 ) -> MemoryTier:
     setup = setup_of(elements=elements)
     memory = MemoryFolder(folder, world=World.alone(), keeps_checkpoints=True)
+    memory.background_seconds = background_seconds
     return MemoryTier(setup=setup, checkpointer=writer, memory=memory, every=every, start_step=start_step)  # type: ignore[arg-type]
 
 
@@ -82,7 +86,6 @@ def test_an_interval_of_the_user_is_kept(clock: Clock, tmp_path: Path) -> None:
     writer = Writer(clock, seconds=0.5)
     run_steps(tier_of(writer, tmp_path, every=3, start_step=4), clock, steps=range(5, 17), seconds=0.01)
     assert writer.steps == [6, 9, 12, 15]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000012", "step-00000015"], "two are kept"
 
 
 @pytest.mark.parametrize(("save_seconds", "step_seconds"), [(0.004, 0.5), (0.02, 0.5), (0.02, 0.01), (1.0, 0.5)])
@@ -95,6 +98,13 @@ def test_the_derived_interval_costs_at_most_a_hundredth(
     assert 0.004 * 3000 * step_seconds < cost <= 0.0101 * 3000 * step_seconds + save_seconds, writer.steps
     if save_seconds < 0.01 * step_seconds:
         assert writer.steps[-1] - writer.steps[-2] == 1, "cheap enough for each step"
+
+
+def test_the_time_of_the_other_thread_counts_too(clock: Clock, tmp_path: Path) -> None:
+    writer = Writer(clock, seconds=0.01)
+    tier = tier_of(writer, tmp_path, every=None, background_seconds=0.03)
+    run_steps(tier, clock, steps=range(1, 2001), seconds=0.5)
+    assert writer.steps[-1] - writer.steps[-2] == 8, "0.04 s are a hundredth of 8 steps"
 
 
 def test_a_large_model_waits_longer_for_its_first_save(clock: Clock, tmp_path: Path) -> None:

@@ -51,13 +51,14 @@ def write_files(staging: Path, files: Files) -> dict[str, Any]:
     entries_by_file = {}
     for name, tensors in files.items():
         entries = write_tensors(staging / name, tensors)
-        num_bytes, header = header_digest(staging / name)
-        entries_by_file[name] = {
-            "header": header,
-            "bytes": num_bytes,
-            "tensors": [entry.as_json() for entry in entries],
-        }
+        entries_by_file[name] = file_entry(staging / name, entries)
     return entries_by_file
+
+
+def file_entry(path: Path, entries: Sequence[TensorEntry]) -> dict[str, Any]:
+    """Return the manifest's entry for a file that contains tensors with these entries."""
+    num_bytes, header = header_digest(path)
+    return {"header": header, "bytes": num_bytes, "tensors": [entry.as_json() for entry in entries]}
 
 
 def write_manifest(staging: Path, *, file_entries: FileEntries, state: Mapping[str, Any], step: int) -> None:

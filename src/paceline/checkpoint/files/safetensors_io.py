@@ -144,7 +144,7 @@ def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
 
     Only one lazy tensor at a time is in memory.
     """
-    entries, header = _plan_layout(tensors)
+    entries, header = plan_layout(tensors)
     with ThreadPoolExecutor(max_workers=1) as pool, path.open("xb") as file:
         file.write(header)
         entries = [
@@ -256,7 +256,12 @@ def header_digest(path: Path) -> tuple[int, str]:
         return size, sha256_digest(length.to_bytes(8, "little") + file.read(length))
 
 
-def _plan_layout(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
+def plan_layout(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
+    """Return the entries of a file's tensors, without digests, and the file's header.
+
+    Raises:
+        CheckpointError: two tensors have the same name.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

@@ -4,6 +4,7 @@ Start with `checkpointer.py`.
 
 - `background_saves.py`: Saves in the background: the training waits for a checkpoint in memory, and a thread of rank 0
   copies it to disk.
+- `background_thread.py`: A thread for the part of a save that the training does not wait for.
 - `checkpointer.py`: Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept
   checkpoints.
 - `final_weights.py`: The final weights of a run: `consolidated/`, and a record with their digest.

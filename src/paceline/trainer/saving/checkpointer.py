@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -47,6 +47,8 @@ from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
+
+T = TypeVar("T")
 
 
 def build_train_state(setup: TrainingSetup) -> TrainState:
@@ -223,16 +225,26 @@ class Checkpointer:
         """
         start_time, step = time.perf_counter(), cursor.step
         events = self.complete()
-        write = partial(self.write, cursor=cursor, loader=loader, progress=progress)
+        write_with = partial(self.write, cursor=cursor, loader=loader, progress=progress)
         finish_save = partial(self._finish_save, step=step, is_best=is_best, start_time=start_time)
         source = None
         if in_background and self.uses_background:
-            source, notes = self._background.write_to_memory(write)
+            source, notes = self._background.write_to_memory(
+                lambda memory: write_with(partial(memory.write, step=step))
+            )
             events += notes
         if source is not None:
             self._background.start_copy(source, step=step, finish_save=finish_save)
         else:
-            path = write(self._folder, folder_identity=self._folder_identity)
+            path = write_with(
+                partial(
+                    write_checkpoint,
+                    self._world,
+                    folder=self._folder,
+                    step=step,
+                    folder_identity=self._folder_identity,
+                )
+            )
             self.last_saved = step
             saved = run_on_all_ranks(self._world, lambda: finish_save(path) if self._world.is_main else None)
             events += [saved] if saved is not None else []
@@ -261,16 +273,10 @@ class Checkpointer:
         """Wait until nothing is written any more. A failure is not raised, because the run has ended in another way."""
         self._background.close()
 
-    def write(
-        self,
-        folder: Path,
-        *,
-        cursor: Cursor,
-        loader: BatchLoader,
-        progress: Mapping[str, Any],
-        folder_identity: FolderIdentity | None = None,
-    ) -> Path:
-        """Write a checkpoint of the current state into `folder`, and return its path. Every rank must call this.
+    def write(self, write: Callable[..., T], *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any]) -> T:
+        """Collect the current state, and return what `write(files=, state=)` returns. Every rank must call this.
+
+        `files` has the tensors of this rank, and `state` everything else.
 
         Raises:
             CheckpointError: the checkpoint could not be written; a failure on one rank is raised on all.
@@ -291,14 +297,7 @@ class Checkpointer:
                 "grid": grid_state(self._setup.grid),
                 "extra": dict(progress),
             }
-            return write_checkpoint(
-                self._world,
-                folder=folder,
-                step=cursor.step,
-                files=files,
-                state=state,
-                folder_identity=folder_identity,
-            )
+            return write(files=files, state=state)
 
     def _note_lost_mark(self) -> str:
         """Return a warning, once, if the file that names the best checkpoint cannot be read."""

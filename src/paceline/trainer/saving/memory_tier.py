@@ -44,7 +44,7 @@ class MemoryTier:
         self._world = setup.world
         self._memory = memory
         self._every = every
-        self._save_seconds: float | None = None
+        self._is_interval_estimated = False
         num_bytes = sum(member.parameter.numel() * member.parameter.element_size() for member in setup.named_parameters)
         self._estimated_seconds = _FIRST_SECONDS + num_bytes * _STATES_PER_PARAMETER / _BYTES_PER_SECOND
         self._interval_start = (start_step, time.perf_counter())
@@ -63,13 +63,14 @@ class MemoryTier:
         Without `every`, the first call saves nothing: it only derives the interval, from the time of the steps so far.
         A save that fails turns this tier off, and the run continues. Return a note about that.
         """
-        if self._every is None and self._save_seconds is None:
+        if self._every is None and not self._is_interval_estimated:
             self._choose_next_step(cursor.step, seconds=self._estimated_seconds)
-            self._save_seconds = self._estimated_seconds
+            self._is_interval_estimated = True
             return []
         start_time = time.perf_counter()
         try:
-            self._memory.write(partial(self._checkpointer.write, cursor=cursor, loader=loader, progress=progress))
+            write = partial(self._memory.write, step=cursor.step)
+            self._checkpointer.write(write, cursor=cursor, loader=loader, progress=progress)
         except CheckpointError as error:
             self.next_step = math.inf
             text = f"checkpoints in memory are off: {error.what} A restart continues from the newest one on disk"
@@ -77,8 +78,9 @@ class MemoryTier:
         if self._every is not None:
             self.postpone(cursor.step)
         else:
-            self._save_seconds = time.perf_counter() - start_time
-            self._choose_next_step(cursor.step, seconds=self._save_seconds)
+            # On a GPU, the threads of the memory folder take no time of the training.
+            background_seconds = self._memory.background_seconds if self._world.device.type == "cpu" else 0.0
+            self._choose_next_step(cursor.step, seconds=time.perf_counter() - start_time + background_seconds)
         return []
 
     def _choose_next_step(self, step: int, *, seconds: float) -> None:
