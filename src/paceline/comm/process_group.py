@@ -27,6 +27,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Shape = tuple[int, ...]
+_SHORT_BYTES, _LENGTH_BYTES = 1024, 8  # of the first message of `gather_json`, which begins with the length of the text
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -299,17 +300,23 @@ class World:
         """Return every rank's value, in rank order, on every rank. Values are sent as JSON: nothing is pickled."""
         if self.group is None:
             return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = encoded.numel()
-        lengths = [int(size) for size in self.all_reduce(sizes)]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
-        padded[: encoded.numel()] = encoded
-        parts = [torch.empty_like(padded) for _ in lengths]
+        text = json.dumps(value).encode()
+        parts = self._gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text, length=_SHORT_BYTES)
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "little") for part in parts]
+        texts = [part[_LENGTH_BYTES:][:length] for part, length in zip(parts, lengths, strict=True)]
+        num_first = _SHORT_BYTES - _LENGTH_BYTES
+        if max(lengths) > num_first:
+            rests = self._gather_bytes(text[num_first:], length=max(lengths) - num_first)
+            texts = [(first + rest)[:length] for first, rest, length in zip(texts, rests, lengths, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def _gather_bytes(self, data: bytes, *, length: int) -> list[bytes]:
+        """Return the first `length` bytes of every rank's data; shorter data is padded."""
+        padded = torch.frombuffer(bytearray(data[:length].ljust(length, b"\0")), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         self.record_operation("all_gather", padded)
         dist.all_gather(parts, padded, group=self.group)
-        texts = [bytes(part[:size].cpu().numpy()) for part, size in zip(parts, lengths, strict=True)]
-        return [json.loads(text) for text in texts]
+        return [bytes(part.cpu().numpy()) for part in parts]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
         """Return `source`'s value, on every rank."""
