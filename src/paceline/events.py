@@ -152,13 +152,18 @@ class ForecastChecked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint was written completely."""
+    """A checkpoint was written completely.
+
+    The training waited for `seconds`. A checkpoint that was saved in the background was on disk `background_seconds`
+    later.
+    """
 
     step: int
     path: str
     seconds: float
     num_bytes: int
     best: bool = False
+    background_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

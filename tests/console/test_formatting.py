@@ -1,5 +1,7 @@
 """Numbers in text: plurals, units and intervals."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.console.formatting import format_duration, format_metric, format_size, plural
@@ -27,6 +29,8 @@ def test_sizes_and_times_are_in_a_unit_to_read() -> None:
     assert [format_duration(s) for s in (0.0004, 0.048, 1.26)] == ["0 ms", "48 ms", "1.3 s"]
     saved = CheckpointSaved(step=3, path="runs/a/checkpoints/step-00000003", seconds=0.05, num_bytes=6200)
     assert format_event(saved) == "saved step-00000003 | 6.1 KiB in 50 ms"
+    background = replace(saved, background_seconds=1.2)
+    assert format_event(background) == "saved step-00000003 | 6.1 KiB in 50 ms, and 1.2 s in the background"
 
 
 def test_a_small_metric_keeps_its_digits() -> None:

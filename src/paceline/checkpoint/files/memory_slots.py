@@ -114,6 +114,6 @@ def _digest(data: memoryview, entry: TensorEntry) -> str:
         return sha256_digest(tensor)
 
 
-def digest_files(written: Mapping[str, WrittenFile]) -> dict[str, Any]:
+def compute_digests(written: Mapping[str, WrittenFile]) -> dict[str, Any]:
     """Return the manifest's entries for files that `MemorySlots.write` wrote."""
     return {name: file.with_digests() for name, file in written.items()}

@@ -59,10 +59,10 @@ def format_event(event: Event, *, total: int | None = None) -> str:
     if isinstance(event, ForecastChecked):
         return _format_forecast(event)
     if isinstance(event, CheckpointSaved):
-        mark = " (best)" if event.best else ""
-        return (
-            f"saved {Path(event.path).name}{mark} | {format_size(event.num_bytes)} in {format_duration(event.seconds)}"
-        )
+        mark, duration = " (best)" if event.best else "", format_duration(event.seconds)
+        if event.background_seconds:
+            duration += f", and {format_duration(event.background_seconds)} in the background"
+        return f"saved {Path(event.path).name}{mark} | {format_size(event.num_bytes)} in {duration}"
     if isinstance(event, CheckpointRefused):
         return f"refused {event.path}: {event.reason}"
     if isinstance(event, Note):

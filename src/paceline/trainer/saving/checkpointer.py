@@ -226,7 +226,6 @@ class Checkpointer:
         start_time, step = time.perf_counter(), cursor.step
         events = self.complete()
         write_with = partial(self.write, cursor=cursor, loader=loader, progress=progress)
-        finish_save = partial(self._finish_save, step=step, is_best=is_best, start_time=start_time)
         source = None
         if in_background and self.uses_background:
             source, notes = self._background.write_to_memory(
@@ -234,6 +233,9 @@ class Checkpointer:
             )
             events += notes
         if source is not None:
+            finish_save = partial(
+                self._finish_save, step=step, is_best=is_best, start_time=start_time, continue_time=time.perf_counter()
+            )
             self._background.start_copy(source, step=step, finish_save=finish_save)
         else:
             path = write_with(
@@ -246,7 +248,8 @@ class Checkpointer:
                 )
             )
             self.last_saved = step
-            saved = run_on_all_ranks(self._world, lambda: finish_save(path) if self._world.is_main else None)
+            finish_save = partial(self._finish_save, path, step=step, is_best=is_best, start_time=start_time)
+            saved = run_on_all_ranks(self._world, lambda: finish_save() if self._world.is_main else None)
             events += [saved] if saved is not None else []
         self.last_started = step
         untracked_warning = self._untracked_state.warning_text(self._world)
@@ -341,11 +344,24 @@ class Checkpointer:
             update_state(path, extra=dict(progress))
         self._mark_and_prune(path, step, is_best)
 
-    def _finish_save(self, path: Path, *, step: int, is_best: bool, start_time: float) -> CheckpointSaved:
-        """Mark and report a committed checkpoint, and remove the oldest checkpoints. Only rank 0 calls this."""
+    def _finish_save(
+        self, path: Path, *, step: int, is_best: bool, start_time: float, continue_time: float | None = None
+    ) -> CheckpointSaved:
+        """Mark and report a committed checkpoint, and remove the oldest checkpoints. Only rank 0 calls this.
+
+        The save began at `start_time`. In the background, the training continued at `continue_time`.
+        """
         self._mark_and_prune(path, step, is_best)
-        seconds, num_bytes = time.perf_counter() - start_time, folder_bytes(path)
-        return CheckpointSaved(step=step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=is_best)
+        end_time = time.perf_counter()
+        continue_time = continue_time or end_time
+        return CheckpointSaved(
+            step=step,
+            path=str(path),
+            seconds=continue_time - start_time,
+            num_bytes=folder_bytes(path),
+            best=is_best,
+            background_seconds=end_time - continue_time,
+        )
 
     def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
         """Mark this checkpoint if it is the best, remove the oldest checkpoints, and call `on_commit`."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import STAGING_PREFIX, list_checkpoints, step_name
 from paceline.checkpoint.files.manifest import Files, write_manifest
-from paceline.checkpoint.files.memory_slots import MemorySlots, WrittenFile, digest_files
+from paceline.checkpoint.files.memory_slots import MemorySlots, WrittenFile, compute_digests
 from paceline.checkpoint.files.two_phase_commit import commit_checkpoint, discard_staging_folder, total_bytes
 from paceline.comm.collective_errors import gather_on_all_ranks, run_on_all_ranks
 from paceline.comm.process_group import World
@@ -117,7 +117,7 @@ class MemoryFolder:
     def _digest(self, written: Mapping[str, WrittenFile], *, step: int) -> None:
         """Compute the digests of this rank's files, and write the entries for rank 0."""
         start_time = time.thread_time()
-        entries = digest_files(written)
+        entries = compute_digests(written)
         with convert_to_save_error("a checkpoint in memory", self.path):
             self._work_folder.mkdir(mode=0o700, exist_ok=True)
             write_text(self._entries_path(step, self._world.rank), json.dumps(entries))
