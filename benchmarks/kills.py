@@ -3,6 +3,7 @@
     python benchmarks/kills.py                                   # 1,000 kills over nine layouts and update rules
     python benchmarks/kills.py --kills 60 --layouts ddp fsdp     # fewer
     python benchmarks/kills.py --exact --layouts ddp zero2 pp    # in exact mode
+    python benchmarks/kills.py --background --layouts ddp fsdp   # saves in the background, and in memory at each step
     python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
 
 Each run saves at every step. SIGKILL is sent from outside to a random rank ("one"), to two ranks at once ("two"), to a
@@ -172,11 +173,13 @@ def words(name: str, folder: Path, *, steps: int, options: argparse.Namespace) -
     ranks, layout = LAYOUTS[name]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "5"]
     is_torchrun = options.launcher == "torchrun"
+    background = ("--checkpoint.every", "2", "--checkpoint.memory_every", "1", "--checkpoint.background")
+    saves = background if options.background else ("--checkpoint.every", "1")
     return [
         sys.executable, "-W", "ignore", *(torchrun if is_torchrun else ()), "-m", "paceline", "train",
         str(Path(__file__).resolve()), *layout, *(() if is_torchrun else ("--ranks", str(ranks))),
         "--run-dir", str(folder), "--train.steps", str(steps), "--train.micro_batch_size", "4",
-        "--train.threads", "1", "--checkpoint.every", "1", "--eval.every", "40", "--log.every", "1",
+        "--train.threads", "1", *saves, "--eval.every", "40", "--log.every", "1",
         "--watch.to", "jsonl", "--survive.restarts", "8", *(("--train.exact",) if options.exact else ()),
     ]  # fmt: skip
 
@@ -290,6 +293,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--launcher", choices=("paceline", "torchrun"), default="paceline")
     options = parser.parse_args()
     chance, before = random.Random(options.seed), left_behind()
