@@ -213,6 +213,7 @@ def worker(payload: dict[str, Any]) -> int:
             loop = ours if kind in PACELINE else torch_loop
             if world.is_main and kind == "torch async_save":
                 shutil.rmtree(torch_loop._folder, ignore_errors=True)
+            ours.session.loop._send_heartbeat(phase="save")  # or the supervisor takes the other loop's steps for a hang
             world.barrier()
             start_time = time.perf_counter()
             wait = loop.run_block(kind, payload["steps"])

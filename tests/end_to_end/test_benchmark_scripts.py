@@ -61,6 +61,12 @@ def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
 
 
+def test_each_kind_of_save_is_measured() -> None:
+    said = run("checkpoint_cost.py --megabytes 0.3 --step 0.01 --rounds 2 --steps 2")
+    kinds = ("memory", "disk", "background", "torch async_save")
+    assert all(re.search(rf"^{kind} .* ratio \d+\.\d+ \[", said, re.MULTILINE) for kind in kinds), said
+
+
 def test_a_probe_is_printed_and_held_against_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = run("probe.py --ranks 2 --seconds 6 --check")
