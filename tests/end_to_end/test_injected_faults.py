@@ -60,11 +60,27 @@ def test_a_corrupt_weight_is_found_and_its_rank_named(shop: Shop) -> None:
     assert ended.code == 1 and "DesyncError" in ended.err and "rank 1" in ended.err, ended.text
 
 
-def test_a_full_disk_ends_the_run_and_keeps_the_checkpoints_before(shop: Shop) -> None:
-    ended = shop.train("run", *WORDS, "--faults", "disk_full rank=0 step=8")
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_disk_that_is_full_in_one_save_only_leaves_out_this_save(shop: Shop, background: str) -> None:
+    words = (*WORDS, "--checkpoint.background", background)
+    assert shop.train("whole", *words).code == 0
+    ended = shop.train("run", *words, "--faults", "disk_full rank=0 step=8")
+    assert ended.code == 0, ended.text
+    text = " ".join(ended.text.split())
+    assert "a checkpoint could not be saved: " in text and "next save tries again" in text, ended.text
+    assert "The newest checkpoint on disk is that of step 4" in text
+    saved = sorted(path.name for path in (shop.path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000004", "step-00000010", "step-00000012"], "step 10 was the best"
+    assert shop.digest("run") == shop.digest("whole")
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_a_disk_that_is_full_in_the_first_or_the_last_save_ends_the_run(shop: Shop, step: int) -> None:
+    ended = shop.train("run", *WORDS, "--faults", f"disk_full rank=0 step={step}")
     assert ended.code == 3, ended.text
-    assert "SaveError" in ended.err.splitlines()[0] and "step 8" in ended.err, ended.err
-    assert (shop.path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+    assert "SaveError" in ended.err.splitlines()[0] and f"step {step}" in ended.err, ended.err
+    latest = shop.path / "run" / "checkpoints" / "latest"
+    assert not latest.exists() if step == 4 else latest.read_text().strip() == "step-00000010"
     assert shop.train("run", *WORDS).code == 0
 
 

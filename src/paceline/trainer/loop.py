@@ -310,8 +310,9 @@ class Loop:
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         self._logger.report_staleness(step=self.cursor.step)
         self._faults.fire("save", step=self.cursor.step)
-        with self._faults.full_disk(step=self.cursor.step):
-            events = self._checkpointer.save(
+        tolerating = self._checkpointer.tolerating_failure(is_final=not in_background)
+        with tolerating as events, self._faults.full_disk(step=self.cursor.step):
+            events += self._checkpointer.save(
                 cursor=self.cursor,
                 loader=self.loader,
                 progress=self.progress.as_json(),

@@ -1,7 +1,8 @@
 """Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept checkpoints."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,6 +35,7 @@ from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.config.task import Task
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
+from paceline.errors import SaveError
 from paceline.events import CheckpointSaved, Event, Note
 from paceline.filesystem.atomic_files import folder_bytes
 from paceline.filesystem.disk_full import convert_to_save_error
@@ -257,6 +259,28 @@ class Checkpointer:
             return []
         warnings = [untracked_warning, self._note_lost_mark()]
         return [*events, *(Note(text=text, level="warning") for text in warnings if text)]
+
+    @contextmanager
+    def tolerating_failure(self, *, is_final: bool) -> Iterator[list[Event]]:
+        """Return a context for a save, and a list for its events. A run that has saved before survives a failed save.
+
+        Instead of the error, the list then has a warning, and the run continues. The error is raised if the save
+        `is_final`, or if the run has not saved yet, because then its settings are probably wrong.
+        """
+        events: list[Event] = []
+        try:
+            yield events
+        except SaveError as error:
+            if is_final or self.last_saved < 0:
+                raise
+            self.last_started = self.last_saved
+            cause = f" Likely cause: {error.cause}." if error.cause else ""
+            text = (
+                f"a checkpoint could not be saved: {error.what} ({error.where}){cause} The training continues, and the "
+                f"next save tries again. The newest checkpoint on disk is that of step {self.last_saved}"
+            )
+            if self._world.is_main:
+                events.append(Note(text=text, level="warning"))
 
     def complete(self) -> list[Event]:
         """Wait until the last save is on disk. Every rank must call this; a failure is raised on all.
