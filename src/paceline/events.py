@@ -212,18 +212,23 @@ class Sink(Protocol):
 
 
 class EventBus:
-    """The bus that carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
+    """The bus that carries events to all sinks. A sink that raises never ends the run, and gets later events too."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
+        self._failing_sinks: list[Sink] = []
+
+    def add_sink(self, sink: Sink) -> None:
+        """Add a sink, which gets each event after the other sinks."""
+        self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
-        """Pass `event` to every sink, and then pass a note about each sink that failed to the remaining sinks.
+        """Pass `event` to every sink, and then a note about each sink that has begun to fail, or works again.
 
         The notes come last, because a full disk may make several sinks fail.
         """
-        failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
-        for note in failure_notes:
+        notes = [note for sink in self._sinks if (note := self._deliver(sink, event)) is not None]
+        for note in notes:
             self.emit(note)
 
     def emit_all(self, events: Iterable[Event]) -> None:
@@ -232,12 +237,20 @@ class EventBus:
             self.emit(event)
 
     def _deliver(self, sink: Sink, event: Event) -> Note | None:
+        is_failing = any(other is sink for other in self._failing_sinks)
         try:
             sink.handle(event)
         except Exception as error:
-            self._sinks = [other for other in self._sinks if other is not sink]
-            return Note(text=f"{type(sink).__name__} failed and was dropped: {error}", level="warning")
-        return None
+            if is_failing:
+                return None
+            self._failing_sinks.append(sink)
+            return Note(
+                text=f"{type(sink).__name__} failed, and is tried again with each event: {error}", level="warning"
+            )
+        if not is_failing:
+            return None
+        self._failing_sinks = [other for other in self._failing_sinks if other is not sink]
+        return Note(text=f"{type(sink).__name__} works again")
 
     def close(self) -> None:
         """Close every sink."""

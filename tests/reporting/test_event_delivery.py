@@ -103,14 +103,66 @@ def test_the_start_banner_has_five_lines_and_every_warning(is_verbose: bool) -> 
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-def test_sinks_that_raise_are_dropped_with_one_note_each(broken: int) -> None:
+def test_sinks_that_raise_get_one_note_each(broken: int) -> None:
     kept = Kept()
     stream = EventBus([*(Broken() for _ in range(broken)), kept])
     stream.emit(step(1))
     stream.emit(step(2))
     stream.close()
     assert [type(e).__name__ for e in kept.seen] == ["StepDone", *["Note"] * broken, "StepDone"]
-    assert all(e.text == "Broken failed and was dropped: no more" for e in kept.seen if isinstance(e, Note))
+    text = "Broken failed, and is tried again with each event: no more"
+    assert all(e.text == text for e in kept.seen if isinstance(e, Note))
+
+
+def test_a_sink_that_works_again_says_so_once() -> None:
+    class Sometimes(Kept):
+        def handle(self, event: Event) -> None:
+            if isinstance(event, StepDone) and event.step == 2:
+                raise OSError("no space")
+            super().handle(event)
+
+    sink, kept = Sometimes(), Kept()
+    stream = EventBus([sink, kept])
+    for number in range(1, 6):
+        stream.emit(step(number))
+    notes = [e.text for e in kept.seen if isinstance(e, Note)]
+    assert notes == ["Sometimes failed, and is tried again with each event: no space", "Sometimes works again"]
+    assert [e.step for e in sink.seen if isinstance(e, StepDone)] == [1, 3, 4, 5]
+
+
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write may write a part of a line."""
+    write, room = os.write, [10**9]
+
+    def write_with_limit(descriptor: int, data: bytes) -> int:
+        number = write(descriptor, data[: room[0]])
+        room[0] -= number
+        if not number:
+            raise OSError(28, "No space left on device")
+        return number
+
+    monkeypatch.setattr(os, "write", write_with_limit)
+    run, kept = RunFolder(tmp_path), Kept()
+    stream = EventBus([JsonlSink(run), kept])
+    stream.emit(step(1))
+    room[0] = 300
+    for number in range(2, 6):
+        stream.emit(step(number))
+    room[0] = 10**9
+    stream.emit(step(6))
+    stream.close()
+    assert [record["step"] for record in iter_records(run.events) if record["event"] == "StepDone"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    assert [record["step"] for record in iter_records(run.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert "JsonlSink works again" in [e.text for e in kept.seen if isinstance(e, Note)]
 
 
 def test_nobody_is_left_to_hear_and_the_run_goes_on() -> None:

@@ -68,7 +68,8 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
         _REPORTING,
     ),
     **dict.fromkeys(
-        ("survive.restarts", "survive.min_ranks", "survive.replace_within"), "how the run continues after a fault"
+        ("survive.restarts", "survive.min_ranks", "survive.replace_within", "survive.grace"),
+        "how the run continues after a fault",
     ),
     "init.limit": "how initial values are drawn; a resumed run takes them from its checkpoint",
 }  # fmt: skip

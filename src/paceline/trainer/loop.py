@@ -369,7 +369,8 @@ class Loop:
             self._checkpointer.check_savable()
         is_last_step = self.is_over()
         is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
-        if step % self.save_every == 0 or is_last_step or self.is_stopping:
+        is_save_due = step % self.save_every == 0 or self._checkpointer.needs_trial
+        if is_save_due or is_last_step or self.is_stopping:
             self.progress.is_evaluation_pending = (
                 is_evaluation_due  # save before a due evaluation, because the evaluation may fail
             )

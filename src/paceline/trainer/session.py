@@ -49,6 +49,7 @@ from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer, run_identity
 from paceline.trainer.saving.final_weights import write_final_weights
+from paceline.trainer.saving.grace_period import watch_grace_period
 from paceline.trainer.saving.memory_tier import open_memory_tier
 from paceline.trainer.saving.resume_run import (
     checkpoint_to_resume,
@@ -309,6 +310,7 @@ class _SessionBuilder:
             names = tuple(name for name in names if name not in training_sinks)
         sinks, skipped_notes = make_sinks(names, run=self.run)
         event_bus = EventBus(sinks)
+        watch_grace_period(event_bus, self.prepared_job.settings)
         for note in skipped_notes:
             event_bus.emit(Note(text=note))
         return event_bus

@@ -4,7 +4,9 @@ import errno
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,55 @@ from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_re
 from paceline.run_folder.run_folder import RunFolder
 
 _MAX_BYTES = 1 << 30
+_MAX_UNWRITTEN_LINES = 20_000
 
 
 class JsonlSink:
-    """A sink that appends each event with one write, so that a kill can truncate a line but not merge two events."""
+    """A sink that appends each event with one write, so that a kill can truncate a line but not merge two events.
+
+    While the disk is full, it keeps at most 20,000 lines, and writes them once there is space again.
+    """
 
     def __init__(self, run: RunFolder) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
         self._events = _open(run.events)
         self._metrics = _open(run.metrics)
+        self._unwritten = deque[tuple[int, bytes]]()
 
     def handle(self, event: Event) -> None:
-        """Append the event."""
+        """Append the event, after those that could not be written.
+
+        Raises:
+            OSError: the disk is full, or has another error.
+        """
         record = as_dict(event)
-        _append(self._events, record)
+        self._append(self._events, record)
         if isinstance(event, StepDone):
-            _append(self._metrics, {"step": event.step, "time": record["time"], **step_metrics(event)})
+            self._append(self._metrics, {"step": event.step, "time": record["time"], **step_metrics(event)})
         if isinstance(event, ForecastChecked):
-            _append(self._metrics, {"step": event.step, "time": record["time"], **forecast_ratios(event)})
+            self._append(self._metrics, {"step": event.step, "time": record["time"], **forecast_ratios(event)})
         if isinstance(event, EvalDone):
             metrics = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
-            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics})
+            self._append(self._metrics, {"step": event.step, "time": record["time"], **metrics})
+        self._write_all()
+
+    def _append(self, descriptor: int, record: Mapping[str, Any]) -> None:
+        if len(self._unwritten) < _MAX_UNWRITTEN_LINES:
+            self._unwritten.append((descriptor, (json.dumps(_json_value(record), default=str) + "\n").encode()))
+
+    def _write_all(self) -> None:
+        while self._unwritten:
+            descriptor, line = self._unwritten[0]
+            num_written = os.write(descriptor, line)
+            if num_written != len(line):
+                self._unwritten[0] = (descriptor, line[num_written:])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._unwritten.popleft()
 
     def close(self) -> None:
         """Close both files."""
+        with suppress(OSError):
+            self._write_all()
         os.close(self._events)
         os.close(self._metrics)
 
@@ -76,12 +103,6 @@ def _open(path: Path) -> int:
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")
     return descriptor
-
-
-def _append(descriptor: int, record: Mapping[str, Any]) -> None:
-    line = (json.dumps(_json_value(record), default=str) + "\n").encode()
-    if os.write(descriptor, line) != len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _json_value(value: Any) -> Any:

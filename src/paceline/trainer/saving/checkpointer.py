@@ -168,6 +168,9 @@ class Checkpointer:
     -1 if there is no such checkpoint. `last_started` also counts a save that is still written in the background. Both
     are equal on all ranks.
 
+    `needs_trial` is True until the first save of a new run with a grace period (`survive.grace`). Such a run saves
+    after its first step, to find out how long a save takes. An additional save would change an asynchronous run.
+
     `on_commit(path)` is called on rank 0 when a checkpoint has been committed on disk, and again when the outcome of an
     evaluation has been written into it. In a save in the background, another thread calls it.
     """
@@ -193,6 +196,8 @@ class Checkpointer:
             resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.belongs_to(folder) else -1
         )
         self.last_started = self.last_saved
+        has_grace_period = setup.settings.survive.grace is not None and setup.plan.update_rule.is_synchronous
+        self.needs_trial = has_grace_period and self.last_saved < 0
         self.memory = memory
         self._on_commit = on_commit
         self._background = BackgroundSaves(
@@ -253,7 +258,7 @@ class Checkpointer:
             finish_save = partial(self._finish_save, path, step=step, is_best=is_best, start_time=start_time)
             saved = run_on_all_ranks(self._world, lambda: finish_save() if self._world.is_main else None)
             events += [saved] if saved is not None else []
-        self.last_started = step
+        self.last_started, self.needs_trial = step, False
         untracked_warning = self._untracked_state.warning_text(self._world)
         if not self._world.is_main:
             return []
