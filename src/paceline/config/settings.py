@@ -99,8 +99,8 @@ class Survive:
 
     `restarts` is how many times in a row a run restarts itself without a new checkpoint in between. With 0, it never
     restarts itself. `min_ranks` is the number of ranks with which a run may continue if a rank is lost. A rank is lost
-    if its replacements fail for `replace_within` seconds. `grace` is the time in seconds that a scheduler leaves between
-    a stop signal and the kill.
+    if its replacements fail for `replace_within` seconds. `grace` is the time in seconds that a scheduler leaves
+    between a stop signal and the kill.
     """
 
     restarts: CountOrZero = 3
