@@ -21,6 +21,7 @@ from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
 from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.joined_rank import joined_rank
 from paceline.launch.launcher_variables import detect_world
 from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
@@ -180,6 +181,13 @@ def number_attempt(task: Task, world: World) -> int:
     with suppress(OSError):  # the first save reports a disk that can't be written
         run.attempt_folder(number).mkdir(parents=True)
     return number
+
+
+def open_rank_files(task: Task) -> None:
+    """Begin this rank's log and its other files in the folder of this attempt, if another launcher started the rank."""
+    launcher = None if attempt_folder(os.environ) is not None else detect_world(os.environ)
+    if launcher is not None and task.verb == "train":
+        joined_rank.open(RunFolder(Path(task.run)).attempt_folder(task.attempt), launcher)
 
 
 def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
