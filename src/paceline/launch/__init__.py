@@ -13,4 +13,5 @@ Start with `launcher.py`.
 - `requeued_run.py`: The run of a scheduler's job: a job that is started again finds the run that it began before.
 - `agent/`: The supervisor that starts, watches and ends the ranks of one machine, and the main function of a rank.
 - `failures/`: Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out.
+- `torchrun/`: `torchrun --rdzv-backend=paceline`: torchrun's workers are forked from a process that has torch imported.
 """
