@@ -4,10 +4,12 @@
     python benchmarks/kills.py --kills 60 --layouts ddp fsdp     # fewer
     python benchmarks/kills.py --exact --layouts ddp zero2 pp    # in exact mode
     python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
+    python benchmarks/kills.py --launcher backend --kills 60     # the same with --rdzv-backend=paceline
 
 Each run saves at every step. SIGKILL is sent from outside to a random rank ("one"), to two ranks at once ("two"), to a
 rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), or to the fork server ("server"). With
-torchrun, a run has at most five kills, and its agent is left alone. The moments are random, so that they fall into each
+torchrun, a run has at most five kills, its agent is left alone, and no run has parameter servers, which torchrun can't
+start again alone. The moments are random, so that they fall into each
 phase of a step and of a save as often as the phase is long.
 
 A kill counts as recovered if the run made a new step afterwards. The time is that from the (last) kill to the first
@@ -47,9 +49,9 @@ LAYOUTS = {
     "local": (2, ("--update", "local,every=4")),
     "ps": (3, ("--update", "ps,staleness=0")),
 }
-ROUND_KILLS = {"paceline": 25, "torchrun": 5}  # kills of one run
+ROUND_KILLS = {"paceline": 25, "torchrun": 5, "backend": 5}  # kills of one run
 KINDS = ("one", "recovery", "two", "server")
-KIND_WEIGHTS = {"paceline": (80, 12, 7, 1), "torchrun": (90, 0, 10, 0)}
+KIND_WEIGHTS = {"paceline": (80, 12, 7, 1), "torchrun": (90, 0, 10, 0), "backend": (85, 0, 10, 5)}
 STEPS_OF_A_KILL = 16  # about so many steps between two kills
 WAIT_SECONDS = 60.0
 
@@ -140,11 +142,19 @@ def children(parent: int) -> list[int]:
 def ranks_of(command: int) -> tuple[int, list[int]]:
     """The fork server (torchrun: the agent), and the ranks that write a log."""
     if b"torch.distributed.run" in Path(f"/proc/{command}/cmdline").read_bytes():
-        return command, children(command)
+        servers = [pid for pid in children(command) if b"script_server" in _command_of(pid)]
+        return (servers[0], children(servers[0])) if servers else (command, children(command))
     for server in children(command):
         ranks = [pid for pid in children(server) if _log_of(pid).startswith("rank-")]
         return server, ranks
     return 0, []
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _log_of(pid: int) -> str:
@@ -156,8 +166,9 @@ def _log_of(pid: int) -> str:
 
 def words(name: str, folder: Path, *, steps: int, options: argparse.Namespace) -> list[str]:
     ranks, layout = LAYOUTS[name]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "5"]
-    is_torchrun = options.launcher == "torchrun"
+    rendezvous = "--rdzv-backend=paceline" if options.launcher == "backend" else "--standalone"
+    torchrun = ["-m", "torch.distributed.run", rendezvous, "--nproc-per-node", str(ranks), "--max-restarts", "5"]
+    is_torchrun = options.launcher != "paceline"
     return [
         sys.executable, "-W", "ignore", *(torchrun if is_torchrun else ()), "-m", "paceline", "train",
         str(Path(__file__).resolve()), *layout, *(() if is_torchrun else ("--ranks", str(ranks))),
@@ -268,11 +279,12 @@ def left_behind() -> set[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", default=[], choices=list(LAYOUTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--launcher", choices=("paceline", "torchrun"), default="paceline")
+    parser.add_argument("--launcher", choices=tuple(ROUND_KILLS), default="paceline")
     options = parser.parse_args()
+    options.layouts = options.layouts or [n for n in LAYOUTS if n != "ps" or options.launcher == "paceline"]
     chance, before = random.Random(options.seed), left_behind()
     share = -(-options.kills // len(options.layouts))
     totals, different = Tally(), 0
