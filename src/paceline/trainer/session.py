@@ -63,7 +63,7 @@ from paceline.trainer.saving.rollback import open_rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
-from paceline.trainer.setup.prepare import PreparedJob, number_attempt, open_rank_files, with_saved_microbatches
+from paceline.trainer.setup.prepare import PreparedJob, begin_attempt, number_attempt, with_saved_microbatches
 from paceline.trainer.setup.run_records import write_run_records
 
 
@@ -147,9 +147,8 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
     start_time = time.monotonic()
     chosen = [prepared_job.task.run, checkpoint_to_resume(prepared_job.task), number_attempt(prepared_job.task, world)]
     folder, resume, attempt = world.share_json(chosen)
-    prepared_job = replace(prepared_job, task=replace(prepared_job.task, attempt=attempt))
     run = RunFolder(Path(folder))
-    open_rank_files(replace(prepared_job.task, run=folder))
+    prepared_job = replace(prepared_job, task=begin_attempt(prepared_job.task, run=run, number=attempt))
     requested = Path(resume or "")
     requested_checkpoint = requested if requested.name.startswith("step-") else None
     if prepared_job.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
