@@ -5,12 +5,14 @@
     python benchmarks/kills.py --exact --layouts ddp zero2 pp    # in exact mode
     python benchmarks/kills.py --background --layouts ddp fsdp   # saves in the background, and in memory at each step
     python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
+    python benchmarks/kills.py --launcher backend --kills 60     # the same with --rdzv-backend=paceline
 
 Each run saves at every step. SIGKILL is sent from outside to a random rank ("one"), to two ranks at once ("two"), to a
 rank and, up to 0.3 s later, to a rank of the attempt that follows ("recovery"), to the process that starts the ranks
 ("starter"), to the fork server ("server"), or to the command itself, which this script then starts again, as a service
-manager would ("command"). With torchrun, a run has at most five kills, and its agent is left alone. The moments are
-random, so that they fall into each phase of a step and of a save as often as the phase is long.
+manager would ("command"). With torchrun, a run has at most five kills, its agent is left alone, and no run has
+parameter servers, which torchrun can't start again alone. The moments are random, so that they fall into each phase of
+a step and of a save as often as the phase is long.
 
 A kill counts as recovered if the run made a new step afterwards. The time is that from the (last) kill to the first
 step beyond those that were logged before it, so it includes the repeated steps. At the end the digest of the weights
@@ -49,10 +51,11 @@ LAYOUTS = {
     "local": (2, ("--update", "local,every=4")),
     "ps": (3, ("--update", "ps,staleness=0")),
 }
-ROUND_KILLS = {"paceline": 25, "torchrun": 5}  # kills of one run
+ROUND_KILLS = {"paceline": 25, "torchrun": 5, "backend": 5}  # kills of one run
 KIND_WEIGHTS = {
     "paceline": {"one": 780, "recovery": 120, "two": 70, "starter": 20, "server": 5, "command": 5},
     "torchrun": {"one": 90, "two": 10},
+    "backend": {"one": 85, "two": 10, "server": 5},
 }
 STEPS_OF_A_KILL = 16  # about so many steps between two kills
 WAIT_SECONDS = 60.0
@@ -153,6 +156,9 @@ class Processes:
 def processes_of(command: int) -> Processes:
     """The fork server, the starter, and the ranks that write a log."""
     if b"torch.distributed.run" in Path(f"/proc/{command}/cmdline").read_bytes():
+        for server in children(command):
+            if b"script_server" in _command_of(server):
+                return Processes(server, server, tuple(children(server)))
         return Processes(command, command, tuple(children(command)))
     for server in children(command):
         for starter in children(server):
@@ -160,6 +166,13 @@ def processes_of(command: int) -> Processes:
             if ranks:
                 return Processes(server, starter, ranks)
     return Processes()
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _log_of(pid: int) -> str:
@@ -171,8 +184,9 @@ def _log_of(pid: int) -> str:
 
 def words(name: str, folder: Path, *, steps: int, options: argparse.Namespace) -> list[str]:
     ranks, layout = LAYOUTS[name]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "5"]
-    is_torchrun = options.launcher == "torchrun"
+    rendezvous = "--rdzv-backend=paceline" if options.launcher == "backend" else "--standalone"
+    torchrun = ["-m", "torch.distributed.run", rendezvous, "--nproc-per-node", str(ranks), "--max-restarts", "5"]
+    is_torchrun = options.launcher != "paceline"
     background = ("--checkpoint.every", "2", "--checkpoint.memory_every", "1", "--checkpoint.background")
     saves = background if options.background else ("--checkpoint.every", "1")
     return [
@@ -290,12 +304,13 @@ def left_behind() -> set[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", default=[], choices=list(LAYOUTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--background", action="store_true")
-    parser.add_argument("--launcher", choices=("paceline", "torchrun"), default="paceline")
+    parser.add_argument("--launcher", choices=tuple(ROUND_KILLS), default="paceline")
     options = parser.parse_args()
+    options.layouts = options.layouts or [n for n in LAYOUTS if n != "ps" or options.launcher == "paceline"]
     chance, before = random.Random(options.seed), left_behind()
     share = -(-options.kills // len(options.layouts))
     totals, different = Tally(), 0

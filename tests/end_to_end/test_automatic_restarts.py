@@ -259,6 +259,11 @@ def test_torchrun_restarts_as_often_as_it_is_told_to(shop: Shop) -> None:
     assert ended.code == 0, ended.text
     (run,) = (shop.path / "runs" / "job").iterdir()
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-1", "attempt-2", "attempt-3"]
+    # torchrun may have read the code of a killed process first
+    told = re.findall(
+        r"^rank (\d) (?:killed by SIGKILL|failed) at step (\d).*; restarted in \S+ s from step (\d)", ended.out, re.M
+    )
+    assert told == [("1", "5", "4"), ("0", "9", "8")], ended.text
     assert shop.train("whole", "--train.threads", "1", "--checkpoint.every", "2").code == 0
     assert shop.digest(str(run)) == shop.digest("whole")
 

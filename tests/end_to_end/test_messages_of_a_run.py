@@ -62,7 +62,7 @@ def test_under_torchrun_the_step_and_the_line_that_goes_on_are_said_too(shop: Sh
     assert ended.returncode == 1 and "paceline/" not in ended.stderr.partition("FAILED")[0]
     assert re.search(r"^FAILED at step 4\. rank 1, .*job\.py:\d+, IndexError: row 4 is odd$", ended.stderr, re.M)
     assert re.search(
-        r"^rank 0 stopped at step 4 because another rank failed; that rank's output says why", ended.stderr, re.M
+        r"^rank 0 stopped at step 4 because rank 1 failed at step 4: IndexError: row 4 is odd", ended.stderr, re.M
     ), ended.stderr
     again = (
         "torchrun --standalone --nproc-per-node 2 -m paceline train job.py --run-dir run --train.steps 12 "

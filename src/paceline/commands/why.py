@@ -106,7 +106,7 @@ class Explanation:
 
     def _no_hang_text(self) -> str:
         if not self.positions:
-            return "its ranks are starting, or another launcher has started them, and they are not watched"
+            return "its ranks are starting, or run on several machines, where they are not watched"
         silent = [position for position in self.positions if position.silent_seconds > _SILENT_SECONDS]
         if not silent:
             return "no rank hangs"
@@ -205,7 +205,7 @@ def _explain_running(
     return replace(
         explanation,
         state="restarting" if have_ended else "running" if hang is None else "hanging",
-        stopped_command=pid if pid and process_state(pid) == "T" else 0,
+        stopped_command=pid if pid not in (0, *(p.pid for p in positions)) and process_state(pid) == "T" else 0,
         step=max((position.step for position in positions), default=explanation.step),
         positions=tuple(positions),
         hang=hang,
@@ -215,13 +215,13 @@ def _explain_running(
 def _explain_failed(
     explanation: Explanation, folder: RunFolder, attempt: Path, first: Failure, others: list[Failure]
 ) -> Explanation:
-    request = json_or_none(attempt / "request.json") or {}
+    request = json_or_none(attempt / "request.json") or {}  # another launcher has started the ranks
     outcome = LaunchOutcome(
         exit_code=first.exit_code,
         failure=first,
         attempt_folder=attempt,
         seconds=0.0,
-        ranks=request.get("ranks", 1),
+        ranks=request.get("ranks") or len(list(attempt.glob("rank-*.log"))),
         end_reason=first.end_reason,
     )
     others = [other for other in others if not (first.is_joint and other.kind == first.kind)]

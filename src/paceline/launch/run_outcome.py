@@ -73,15 +73,15 @@ def failure_as_json(outcome: LaunchOutcome, *, resume_command: str = "") -> dict
     return {**_failure_fields(failure), "log": str(_log_path(outcome, failure)), "go_on": resume_command}
 
 
-def joined_failure_as_json(failure: Failure, *, resume_command: str = "") -> dict[str, Any]:
-    """Return the failure of a rank that another launcher started, which has no log, under the keys of `--json`."""
+def joined_failure_as_json(failure: Failure, *, log: Path | None, resume_command: str = "") -> dict[str, Any]:
+    """Return the failure of a rank that another launcher started under the keys of `--json`; `log` is its log."""
     fields = _failure_fields(failure)
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
         message = (
             f"rank {failure.rank} could not continue because another rank failed or did not respond: {failure.message}"
         )
         fields |= {"error": PeerError.__name__, "what": message, "where": ""}
-    return {**fields, "log": "", "go_on": resume_command}
+    return {**fields, "log": str(log or ""), "go_on": resume_command}
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:

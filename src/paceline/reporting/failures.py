@@ -19,7 +19,8 @@ from paceline.console.formatting import format_size
 from paceline.errors import CheckpointError, ExitCode, MachineError
 from paceline.events import Restarted
 from paceline.filesystem.atomic_files import folder_bytes
-from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK
+from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
+from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
@@ -88,11 +89,14 @@ def show_failures(history: History) -> str:
 
 
 def read_failures(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the first failure of an attempt, and the other failures in order of time."""
+    """Return the first failure of an attempt, and the other failures in order of time.
+
+    Under another launcher nothing but the ranks' own records says which was first. Lost connections sort last there.
+    """
     failures = [
         f for path in folder.glob("failure-*.json") if isinstance(f := json_or_none(path), dict) and "rank" in f
     ]
-    failures.sort(key=_failure_time)
+    failures.sort(key=lambda failure: (_is_lost_connection(failure), _failure_time(failure)))
     recorded = json_or_none(folder / FIRST_FAILURE)
     first = recorded if isinstance(recorded, dict) and "rank" in recorded else next(iter(failures), None)
     other_failures = [f for f in failures if first is not None and f["rank"] != first["rank"]]
@@ -133,6 +137,14 @@ def _show_attempt(folder: Path, *, restart: Restarted | None) -> str:
 def _failure_time(failure: dict[str, Any]) -> int:
     value = failure.get("monotonic_ns")
     return value if isinstance(value, int) else 0
+
+
+def _is_lost_connection(failure: dict[str, Any]) -> bool:
+    """Return whether this failure only follows from another rank's exit; False for a record of another version."""
+    try:
+        return is_lost_connection(msgspec.convert(failure, Failure))
+    except msgspec.ValidationError:
+        return False
 
 
 def _show_others(failures: list[dict[str, Any]]) -> str:

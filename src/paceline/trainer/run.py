@@ -34,6 +34,7 @@ from paceline.launch.agent.process_exit import run_finish
 from paceline.launch.agent.signals import is_main_thread, stop_flag
 from paceline.launch.failures.uncaught_exceptions import UncaughtHook, install_uncaught_hook, report_exit
 from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.joined_rank import joined_rank
 from paceline.launch.launcher import choose_exact_kernels, torch_imported_error
 from paceline.launch.launcher_variables import detect_world, world_size
 from paceline.launch.rendezvous import adopt_launcher_variables
@@ -219,6 +220,7 @@ class Run:
             if self._is_in_script and prepared_job.plan.update_rule.is_synchronous:
                 self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:
+            joined_rank.close(error)
             self._restore_process_state()
             self._remove_hook(error)
             raise
@@ -229,7 +231,11 @@ class Run:
     ) -> None:
         try:
             self._finish(error)
+        except BaseException as own_error:
+            joined_rank.close(own_error)
+            raise
         finally:
+            joined_rank.close(error)
             self._restore_process_state()
 
     def _finish(self, error: BaseException | None) -> None:

@@ -26,6 +26,7 @@ from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.agent.rank_activity import activity_reporter
 from paceline.launch.agent.shared_status import open_heartbeat
 from paceline.launch.agent.signals import stop_flag
+from paceline.launch.joined_rank import joined_rank
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import LayoutForecast
@@ -63,7 +64,7 @@ from paceline.trainer.saving.rollback import open_rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
-from paceline.trainer.setup.prepare import PreparedJob, number_attempt, with_saved_microbatches
+from paceline.trainer.setup.prepare import PreparedJob, begin_attempt, number_attempt, with_saved_microbatches
 from paceline.trainer.setup.run_records import write_run_records
 
 
@@ -147,8 +148,8 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
     start_time = time.monotonic()
     chosen = [prepared_job.task.run, checkpoint_to_resume(prepared_job.task), number_attempt(prepared_job.task, world)]
     folder, resume, attempt = world.share_json(chosen)
-    prepared_job = replace(prepared_job, task=replace(prepared_job.task, attempt=attempt))
     run = RunFolder(Path(folder))
+    prepared_job = replace(prepared_job, task=begin_attempt(prepared_job.task, run=run, number=attempt))
     requested = Path(resume or "")
     requested_checkpoint = requested if requested.name.startswith("step-") else None
     if prepared_job.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
@@ -339,7 +340,7 @@ class _SessionBuilder:
             checkpointer=checkpointer,
             memory_tier=open_memory_tier(self.setup, checkpointer, start_step=cursor.step),
             event_bus=event_bus,
-            heartbeat=open_heartbeat(self.world.rank, settings, start_step=cursor.step),
+            heartbeat=open_heartbeat(self.world.rank, settings, start_step=cursor.step, folder=joined_rank.pages),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
             length=length,

@@ -29,7 +29,8 @@ from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, 
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure, failure_from_exception
-from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, report_failure
+from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, name_first_cause, report_failure
+from paceline.launch.joined_rank import joined_rank
 from paceline.launch.launcher import LaunchRequest, choose_exact_kernels, start, torch_imported_error
 from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
@@ -310,11 +311,13 @@ def _execute_joined(
         error=rank_outcome.error,
     )  # fmt: skip
     if rank_outcome.error is not None:
-        failure = failure_from_exception(rank_outcome.error, rank=joined.rank)
+        failure = name_first_cause(failure_from_exception(rank_outcome.error, rank=joined.rank))
         resume_command = resume_command if can_resume_run(outcome.run, outcome.exit_code, failure) else ""
         resume_line = f"Resume: {resume_command}" if resume_command and joined.rank == 0 else ""
         return replace(
-            outcome, screen=resume_line, json_fields=joined_failure_as_json(failure, resume_command=resume_command)
+            outcome,
+            screen=resume_line,
+            json_fields=joined_failure_as_json(failure, log=joined_rank.log, resume_command=resume_command),
         )
     stop_line = (
         f"Stopped and saved. Resume: {resume_command}"
@@ -334,10 +337,13 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
     failure, scope = report_failure(outcome.error)
     text = failure_sentence(failure, scope)
     # `said` has the fields of a `PacelineError`, whose text needs no traceback. It is empty for other exceptions.
-    if scope.prints_all and not failure.said and not is_echo(failure):
+    is_unexplained = scope.prints_all and not failure.said and not is_echo(failure)
+    if is_unexplained and joined_rank.log is None:
         hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if scope.prints_all or scope.prints_line else []
+    if is_unexplained and joined_rank.log is not None:
+        lines.append(f"Full text: {joined_rank.log}")
     # If another rank has already reported the cause of this failure, a resume is suggested only if a checkpoint exists.
     is_only_echo = scope.is_already_reported and is_echo(failure)
     shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))

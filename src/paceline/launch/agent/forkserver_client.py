@@ -147,13 +147,13 @@ def _forkserver_command() -> list[str]:
     """
     return shlex.split(os.environ.get(FORKSERVER_COMMAND, "")) or [
         sys.executable,
-        *_module_path_options(),
+        *module_path_options(),
         "-m",
         "paceline.launch.agent.forkserver",
     ]
 
 
-def _module_path_options() -> list[str]:
+def module_path_options() -> list[str]:
     """Return the option `-P`, with which files in the working folder can't shadow modules of Paceline.
 
     Return no option if Paceline itself is imported from the working folder.

@@ -32,12 +32,13 @@ class RunFinish:
 run_finish = RunFinish()
 
 
-def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
+def end_python(code: int, *, limit_seconds: float | None = LIMIT_SECONDS) -> NoReturn:
     """Join threads, run exit functions, close the job's files, and exit with `code`.
 
     After `limit_seconds`, the process writes the stack of each thread to standard error and exits anyway.
     """
-    threading.Thread(target=_force_exit, args=(code, limit_seconds), daemon=True).start()
+    if limit_seconds is not None:
+        threading.Thread(target=_force_exit, args=(code, limit_seconds), daemon=True).start()
     threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing does the same
     atexit._run_exitfuncs()
     _drop_user_modules()

@@ -59,31 +59,37 @@ class ActivityReporter:
 
     def __init__(self) -> None:
         self.traffic: Traffic | None = None
-        self._page_fd = -1
-        self._start_ns = 0
+        self._stopped = threading.Event()
 
     def start(self, path: Path) -> None:
-        """Create the page, and start the thread that writes to it until the process ends.
+        """Create the page, and start the thread that writes to it until `stop`, or until the process ends.
 
         Nothing is reported if the disk has no space for the page.
         """
+        self.stop()
         try:
             path.write_bytes(bytes(_PAGE_BYTES))
-            self._page_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            page_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             return
-        self._start_ns = time.monotonic_ns()
+        self._stopped, start_ns = threading.Event(), time.monotonic_ns()
         with suppress(Exception):
-            self._write()
-        threading.Thread(target=self._run, name="paceline-activity", daemon=True).start()
+            self._write(page_fd, start_ns=start_ns)
+        threading.Thread(
+            target=self._run, args=(page_fd, start_ns, self._stopped), name="paceline-activity", daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def stop(self) -> None:
+        """Ask the thread to end, if there is one."""
+        self._stopped.set()
+
+    def _run(self, page_fd: int, start_ns: int, stopped: threading.Event) -> None:
         with suppress(Exception):  # a rank without a page still trains
-            while True:
-                time.sleep(INTERVAL_SECONDS)
-                self._write()
+            while not stopped.wait(INTERVAL_SECONDS):
+                self._write(page_fd, start_ns=start_ns)
+        os.close(page_fd)
 
-    def _write(self) -> None:
+    def _write(self, page_fd: int, *, start_ns: int) -> None:
         """Write the page. The system call releases the GIL, so that a slow disk does not stop the training."""
         traffic = self.traffic or Traffic()
         frames = _main_thread_frames()
@@ -91,7 +97,7 @@ class ActivityReporter:
             activity = Activity(
                 pid=os.getpid(),
                 monotonic_ns=time.monotonic_ns(),
-                start_ns=self._start_ns,
+                start_ns=start_ns,
                 frames=frames,
                 num_operations=traffic.num_operations,
                 last_operation=traffic.last_operation,
@@ -100,7 +106,7 @@ class ActivityReporter:
             if _HEADER.size + len(text) <= _PAGE_BYTES or not frames:
                 break
             frames = frames[: len(frames) // 2]
-        os.pwrite(self._page_fd, _HEADER.pack(len(text), zlib.crc32(text)) + text, 0)
+        os.pwrite(page_fd, _HEADER.pack(len(text), zlib.crc32(text)) + text, 0)
 
 
 activity_reporter = ActivityReporter()

@@ -72,12 +72,15 @@ class HeartbeatWriter:
         self._page.close()
 
 
-def open_heartbeat(rank: int, settings: Settings, *, start_step: int = -1) -> HeartbeatWriter | None:
-    """Return the writer of this rank's page, or None if Paceline's launcher did not start this process.
+def open_heartbeat(
+    rank: int, settings: Settings, *, start_step: int = -1, folder: Path | None = None
+) -> HeartbeatWriter | None:
+    """Return the writer of this rank's page, or None if nobody reads it.
 
-    `start_step` is the step from which this attempt starts.
+    `start_step` is the step from which this attempt starts. `folder` is the attempt folder if another launcher started
+    this process.
     """
-    folder = attempt_folder(os.environ)
+    folder = attempt_folder(os.environ) or folder
     if folder is None:
         return None
     return HeartbeatWriter(

@@ -22,6 +22,7 @@ from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
 from paceline.launch.failures.stack_dumps import install_stack_handler
+from paceline.launch.joined_rank import joined_rank
 from paceline.plugins import resolve
 from paceline.user_code import script_arguments
 
@@ -137,7 +138,10 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> Joine
     configure_malloc(os.environ)
     if payload.get("verb") in _VERBS_WITH_LOOP:  # a signal ends the other verbs at once
         stop_flag.install()
+    joined_rank.redirects_output = True
     try:
         return JoinedOutcome(code=_run_entry(entry, payload))
     except BaseException as error:
         return JoinedOutcome(code=int(getattr(error, "exit_code", ExitCode.FAILED)), error=error)
+    finally:
+        joined_rank.redirects_output = False

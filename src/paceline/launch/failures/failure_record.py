@@ -126,7 +126,7 @@ def write_failure(
     """Write this rank's failure to its file, or to the shared status buffer if the disk is full."""
     failure = failure_from_exception(error, rank=rank, step=step)
     try:
-        write_text(_failure_path(folder, rank), json.dumps(asdict(failure)))
+        write_text(failure_path(folder, rank), json.dumps(asdict(failure)))
     except OSError:
         if status_fd is None:
             return
@@ -195,7 +195,7 @@ def _screen_text(error: PacelineError) -> str:
 def read_failure(folder: Path, rank: int, *, status_fd: int | None = None) -> Failure | None:
     """Return the failure that a rank recorded, or None if there is no complete record."""
     try:
-        return Failure(**json.loads(_failure_path(folder, rank).read_text(encoding="utf-8")))
+        return Failure(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     try:
@@ -241,6 +241,17 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
         rank=rank,
         kind="exit",
         message=f"the process exited with code {status} without an exception",
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+
+
+def missing_status_failure(rank: int, *, step: int = 0) -> Failure:
+    """Return the failure of a rank that left no exception, and whose exit code or signal only its launcher knows."""
+    return Failure(
+        rank=rank,
+        kind="exit",
+        message="the process ended without an exception: by a signal, such as kill -9, or by os._exit",
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
@@ -386,7 +397,8 @@ def _translate_error(error: BaseException) -> BaseException:
     return error
 
 
-def _failure_path(folder: Path, rank: int) -> Path:
+def failure_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's failure record in an attempt folder."""
     return folder / f"failure-{rank}.json"
 
 

@@ -22,6 +22,7 @@ _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN")
 _ANSWER_SECONDS, _POLL_SECONDS = 1.0, 0.02
 _MAX_BYTES, _MAX_LINE_CHARACTERS = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state of the process
 _DATALOADER_FILE = "/torch/utils/data/dataloader.py"
 _COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
 _LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesystem/", "/paceline/faults.py")
@@ -130,6 +131,18 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the exit code of a process that has ended, negative for a signal.
+
+    Return None if its parent has already read the code, or if the kernel does not show it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE_FIELD])) if fields[0] == "Z" else None
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def forked_children(pid: int) -> list[int]:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.failures.stuck_rank import is_timeout
 from paceline.launch.inherited_environment import attempt_folder, own_environ
+from paceline.launch.joined_rank import joined_rank
 from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -123,7 +125,7 @@ def install_uncaught_hook() -> UncaughtHook | None:
 
 def report_failure(error: BaseException) -> tuple[Failure, ReportScope]:
     """Return the failure of this rank and how much of it to print; also write it to torchrun's error file."""
-    failure = failure_from_exception(error, rank=current_rank())
+    failure = name_first_cause(failure_from_exception(error, rank=current_rank()))
     scope = report_scope_of(failure)
     write_error_file(failure, scope, traceback_text="".join(traceback.format_exception(error)))
     return failure, scope
@@ -140,6 +142,17 @@ def report_exit(error: SystemExit) -> None:
 def is_echo(failure: Failure) -> bool:
     """Return whether the failure is only the lost connection to another rank."""
     return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
+
+
+def name_first_cause(failure: Failure) -> Failure:
+    """Return the failure with its cause in the message, if this rank only lost the connection to another rank."""
+    cause = joined_rank.cause
+    if cause is None or not is_echo(failure) or failure.kind == PeerError.__name__:
+        return failure
+    step_text = f" at step {failure.step}" if failure.step else ""
+    reason = f"rank {cause.rank} was killed by {cause.message}" if cause.kind == "signal" else cause.summary
+    message = f"rank {failure.rank} stopped{step_text} because {reason}"
+    return replace(failure, kind=PeerError.__name__, message=message)
 
 
 def report_scope_of(failure: Failure) -> ReportScope:
@@ -178,7 +191,8 @@ def write_error_file(failure: Failure, scope: ReportScope, *, traceback_text: st
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports the cause
+    # Later than the rank that reports the cause, or than torchrun's own time of a killed rank. These are whole seconds.
+    delay_seconds = 2 * int(is_echo(failure)) + 2 * int(not scope.prints_all)
     timestamp = int(time.time()) + delay_seconds
     extra = {"timestamp": str(timestamp), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
     message = {"message": failure_sentence(failure, scope), "errorCode": failure.exit_code, "extraInfo": extra}

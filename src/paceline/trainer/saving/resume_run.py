@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.checkpoint.error_feedback_state import load_error_feedback
 from paceline.checkpoint.files.checkpoint_folder import (
     OpenCheckpoint,
@@ -26,10 +28,12 @@ from paceline.checkpoint.train_state import (
 )
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
-from paceline.config.task import Task
+from paceline.config.task import PreviousFailure, Task
 from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
 from paceline.events import CheckpointRefused, Event, Restarted
+from paceline.launch.failures.failure_record import Failure
+from paceline.reporting.failures import read_failures
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.checkpointer import build_rule_state, build_train_state
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -81,6 +85,16 @@ def find_checkpoint(
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
     return open_checkpoint(Path(chosen_path)), events
+
+
+def read_previous_failure(folder: Path) -> PreviousFailure | None:
+    """Return the first failure that the ranks of an attempt have recorded in its folder, or None."""
+    recorded, _ = read_failures(folder)
+    try:
+        failure = msgspec.convert(recorded, Failure)
+    except msgspec.ValidationError:
+        return None
+    return PreviousFailure(reason=failure.summary, failed_step=failure.step, monotonic_ns=failure.monotonic_ns)
 
 
 def restart_events(task: Task, loaded: OpenCheckpoint | None, *, resumed_step: int) -> list[Event]:

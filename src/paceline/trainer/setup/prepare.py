@@ -20,7 +20,8 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
-from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.inherited_environment import attempt_folder, own_environ
+from paceline.launch.joined_rank import joined_rank
 from paceline.launch.launcher_variables import detect_world
 from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
@@ -30,6 +31,7 @@ from paceline.run_folder.run_folder import RunFolder, choose_run
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.trainer.checks.evaluation_checks import check_evaluation_settings
+from paceline.trainer.saving.resume_run import read_previous_failure
 from paceline.trainer.setup.build_training_setup import job_settings
 
 
@@ -180,6 +182,23 @@ def number_attempt(task: Task, world: World) -> int:
     with suppress(OSError):  # the first save reports a disk that can't be written
         run.attempt_folder(number).mkdir(parents=True)
     return number
+
+
+def begin_attempt(task: Task, *, run: RunFolder, number: int) -> Task:
+    """Return the task with the number of its attempt.
+
+    Under another launcher, also begin this rank's log and its other files. If torchrun has started the ranks again,
+    rank 0 gets the failure of the attempt before.
+    """
+    task = replace(task, attempt=number)
+    launcher = None if attempt_folder(os.environ) is not None else detect_world(os.environ)
+    if launcher is None or task.verb != "train":
+        return task
+    joined_rank.open(run.attempt_folder(number), launcher)
+    is_restart = own_environ(os.environ).get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not is_restart or launcher.rank != 0 or not launcher.is_one_node:
+        return task
+    return replace(task, restart=read_previous_failure(run.attempt_folder(number - 1)))
 
 
 def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
