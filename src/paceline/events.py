@@ -1,5 +1,6 @@
 """The events of a run, as typed values, and the bus that passes them to sinks."""
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,29 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointUploaded(Event):
+    """A checkpoint is complete in the remote store (`checkpoint.remote`), and `latest` there names it."""
+
+    step: int
+    url: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event):
+    """A checkpoint could not be uploaded. It is on disk, and uploads are tried again unless the run has ended.
+
+    Of several failures in a row, only the first is reported, and the one at the end of a run, with `is_final`.
+    """
+
+    step: int
+    url: str
+    reason: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRefused(Event):
     """A checkpoint could not be used."""
 
@@ -207,19 +231,24 @@ class Sink(Protocol):
 
 
 class EventBus:
-    """The bus that carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
+    """The bus that carries events to all sinks. A sink that raises is dropped with a note; it never ends the run.
+
+    Several threads may use it: uploads run in a thread of their own.
+    """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
+        self._lock = threading.RLock()
 
     def emit(self, event: Event) -> None:
         """Pass `event` to every sink, and then pass a note about each sink that failed to the remaining sinks.
 
         The notes come last, because a full disk may make several sinks fail.
         """
-        failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
-        for note in failure_notes:
-            self.emit(note)
+        with self._lock:
+            failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
+            for note in failure_notes:
+                self.emit(note)
 
     def _deliver(self, sink: Sink, event: Event) -> Note | None:
         try:
@@ -231,12 +260,13 @@ class EventBus:
 
     def close(self) -> None:
         """Close every sink."""
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception:
-                continue
-        self._sinks = []
+        with self._lock:
+            for sink in self._sinks:
+                try:
+                    sink.close()
+                except Exception:
+                    continue
+            self._sinks = []
 
 
 def forecast_ratios(event: ForecastChecked) -> Mapping[str, float]:

@@ -12,6 +12,7 @@ from traceback import format_exception
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
+from paceline.checkpoint.files.remote_store import check_remote_url
 from paceline.commands.command_table import StartOptions
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
 from paceline.commands.common.layout_problems import fewer_rank_counts, layout_problems
@@ -130,6 +131,9 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
         collect_problems(problems, lambda: check_names(settings.watch.to))
+        if verb == "train" and settings.checkpoint.remote not in (None, "none"):
+            url = settings.checkpoint.remote
+            collect_problems(problems, lambda: check_remote_url(url))
     joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout
@@ -189,7 +193,8 @@ def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     run, resume_from = choose_run(name, run=task.run, resume=resume)
     if run is None:
         jobs = current_scheduler_jobs(os.environ) if task.verb == "train" else ()
-        return replace(task, run=str(find_or_create_run(name, jobs, request=task.request).path))
+        run_path = find_or_create_run(name, jobs, request=task.request).path
+        return replace(task, run=str(run_path), resume=resume_from)
     create_run_folder(run.path)
     return replace(task, run=str(run.path), resume=resume_from)
 

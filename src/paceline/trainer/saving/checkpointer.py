@@ -43,6 +43,7 @@ from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
 from paceline.step.update_rules import step_rule
 from paceline.trainer.saving.local_sgd_state import SitesState
+from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -157,6 +158,8 @@ def build_rule_state(setup: TrainingSetup) -> RuleState:
 class Checkpointer:
     """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest.
 
+    On rank 0, `remote_tier` uploads what is committed; on other ranks, and without a remote store, it is None.
+
     `last_saved` is the step of the newest checkpoint in this run's folder that the run has saved or resumed from. It is
     -1 if there is no such checkpoint.
     """
@@ -168,8 +171,10 @@ class Checkpointer:
         folder: Path,
         identity: Mapping[str, Any],
         resumed_checkpoint: OpenCheckpoint | None,
+        remote_tier: RemoteTier | None = None,
     ) -> None:
         self._setup = setup
+        self._remote_tier = remote_tier
         self._world = setup.world
         self._folder = folder
         self._identity = identity
@@ -286,4 +291,7 @@ class Checkpointer:
             with convert_to_save_error(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
         with convert_to_save_error("the list of checkpoints, without the oldest,", self._folder):
-            prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep)
+            path_in_use = None if self._remote_tier is None else self._remote_tier.path_in_use
+            prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep, path_in_use=path_in_use)
+        if self._remote_tier is not None:
+            self._remote_tier.on_commit()
