@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.checkpoint.files.remote_store import remote_url
 from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
 from paceline.checkpoint.resume_checks import describe_changes
@@ -47,7 +48,7 @@ from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, run_identity
 from paceline.trainer.saving.final_weights import best_weights_notes, write_final_weights
 from paceline.trainer.saving.memory_tier import open_memory_tier
-from paceline.trainer.saving.remote_start import RunStart, choose_start, finish_uploads, remote_url
+from paceline.trainer.saving.remote_start import RunStart, choose_start, finish_uploads
 from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.saving.resume_run import (
     find_checkpoint,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.secret_settings import HIDDEN, holds_secret
+from paceline.config.settings import Settings
 from paceline.errors import MachineError, UsageError
 from paceline.plugins import resolve
 
@@ -48,6 +49,22 @@ class RemoteError(MachineError):
         """The error with which a run does not start: a wrong setting, or a server that can't be reached now."""
         kind = MachineError if self.is_temporary else UsageError
         return kind(self.what, where=self.where, cause=self.cause, hint=self.hint)
+
+
+def remote_url(settings: Settings) -> str:
+    """Return the URL of the setting `checkpoint.remote`; empty if it is not set, or `none`."""
+    url = settings.checkpoint.remote
+    return "" if url is None or url == "none" else url
+
+
+def check_remote_setting(settings: Settings) -> None:
+    """Check `checkpoint.remote`, if it is set, with `check_remote_url`.
+
+    Raises:
+        UsageError: it can't be used.
+    """
+    if url := remote_url(settings):
+        check_remote_url(url)
 
 
 def is_remote_url(text: str) -> bool:

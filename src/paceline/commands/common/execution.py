@@ -12,7 +12,7 @@ from traceback import format_exception
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
-from paceline.checkpoint.files.remote_store import check_remote_url
+from paceline.checkpoint.files.remote_store import check_remote_setting
 from paceline.commands.command_table import StartOptions
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
 from paceline.commands.common.layout_problems import fewer_rank_counts, layout_problems
@@ -131,9 +131,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
         collect_problems(problems, lambda: check_names(settings.watch.to))
-        if verb == "train" and settings.checkpoint.remote not in (None, "none"):
-            url = settings.checkpoint.remote
-            collect_problems(problems, lambda: check_remote_url(url))
+        if verb == "train":
+            collect_problems(problems, lambda: check_remote_setting(settings))
     joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout

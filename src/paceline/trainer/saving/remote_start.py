@@ -22,12 +22,13 @@ from paceline.checkpoint.files.remote_store import (
     check_remote_url,
     is_remote_url,
     open_remote_store,
+    remote_url,
 )
 from paceline.comm.process_group import World
 from paceline.config.settings import Settings
 from paceline.console.formatting import format_duration, format_size
 from paceline.console.output import print_line
-from paceline.errors import CheckpointError, ExitCode, MachineError, PacelineError, SaveError, UsageError, list_problems
+from paceline.errors import CheckpointError, ExitCode, PacelineError, PeerError, UsageError
 from paceline.events import CheckpointRefused, Event, EventBus, Note
 from paceline.filesystem.atomic_files import folder_bytes, parse_json, write_json, write_text
 from paceline.launch.agent.shared_status import BUSY_PHASES, open_heartbeat
@@ -43,7 +44,6 @@ OWNER = "remote.json"
 """The file in a run folder that says which folder of a store belongs to the run."""
 _REMOTE_OWNER = "run.json"
 _POLL_SECONDS = (0.02, 0.5)
-_ERRORS = (UsageError, MachineError, SaveError, CheckpointError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ def choose_start(prepared_job: PreparedJob, world: World) -> RunStart:
     """Return what this attempt starts with. Rank 0 chooses for all ranks, after the run folder is locked.
 
     Raises:
-        UsageError: the remote store can't be used with these settings or credentials; raised on every rank.
-        MachineError: the remote store can't be reached; raised on every rank.
+        UsageError: the remote store can't be used with these settings or credentials. Other ranks get a `PeerError`.
+        MachineError: the remote store can't be reached. Other ranks get a `PeerError`.
     """
     task, url = prepared_job.task, remote_url(prepared_job.settings)
     resume_url = task.resume if task.resume is not None and is_remote_url(task.resume) else ""
@@ -161,19 +161,13 @@ def choose_start(prepared_job: PreparedJob, world: World) -> RunStart:
     return RunStart(folder=folder, resume=resume, attempt=attempt, uses_remote=uses_remote, connection=connection)
 
 
-def remote_url(settings: Settings) -> str:
-    """Return the URL of the remote store; empty if there is none."""
-    url = settings.checkpoint.remote
-    return "" if url is None or url == "none" else url
-
-
 def run_on_main_rank(world: World, work: Callable[[], T], *, send_heartbeat: Callable[[], object]) -> T:
     """Return on every rank what `work` returns on rank 0. The others wait without a timeout, however long it takes.
 
     The result must be JSON. Meanwhile, `send_heartbeat` is called on every rank twice a second.
 
     Raises:
-        PacelineError: `work` raised it; raised on every rank.
+        PacelineError: `work` raised it on rank 0. Other ranks get a `PeerError`.
     """
     outcome: list[Any] = [None, None]
 
@@ -235,14 +229,16 @@ def _run_with_heartbeats(setup: TrainingSetup, work: Callable[[], T]) -> T:
 
 
 def _share_outcome(world: World, result: Any, problem: PacelineError | None) -> Any:
-    """Return the result of rank 0 on every rank, or raise its error on every rank."""
-    first = None if problem is None else list_problems(problem)[0].as_json()
-    result, shared = world.share_json([None if problem is not None else result, first])
+    """Return the result of rank 0 on every rank, or raise an error on every rank: on rank 0 its own.
+
+    Raises:
+        PeerError: rank 0 has the error, and reports it.
+    """
+    result, text = world.share_json([None, str(problem)] if problem is not None else [result, ""])
     if problem is not None:
         raise problem
-    if shared is not None:
-        kind = next((kind for kind in _ERRORS if kind.__name__ == shared["error"]), MachineError)
-        raise kind(shared["what"], where=shared["where"], cause=shared["cause"], hint=shared["hint"])
+    if text:
+        raise PeerError(f"rank 0 stopped: {text}")
     return result
 
 
