@@ -199,6 +199,7 @@ def test_a_step_that_was_trained_otherwise_replaces_the_copy(tmp_path: Path) -> 
     store.fails_at = "b.safetensors"
     with pytest.raises(RemoteError):
         remote.upload(path, on_bytes=nothing)
+    assert not (tmp_path / "store/run/checkpoints/step-00000010" / MANIFEST).exists()
     assert remote.download_newest(tmp_path / "other")[0] is None, "half of each is no checkpoint"
     store.fails_at = ""
     remote.upload(path, on_bytes=nothing)

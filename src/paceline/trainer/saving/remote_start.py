@@ -146,9 +146,7 @@ def choose_start(prepared_job: PreparedJob, world: World) -> RunStart:
     problem = None
     if uses_remote and world.is_main:
         try:
-            connection = _connect(
-                url, resume_url, run=RunFolder(Path(task.run)), is_restart=task.restart is not None, job=task.job
-            )
+            connection = _connect(url, resume_url, run=RunFolder(Path(task.run)), is_restart=task.restart is not None)
         except PacelineError as error:
             problem = error
     resume = checkpoint_to_resume(task)
@@ -242,7 +240,7 @@ def _share_outcome(world: World, result: Any, problem: PacelineError | None) -> 
     return result
 
 
-def _connect(url: str, resume_url: str, *, run: RunFolder, job: str, is_restart: bool) -> RemoteConnection:
+def _connect(url: str, resume_url: str, *, run: RunFolder, is_restart: bool) -> RemoteConnection:
     """Open the stores, check them, and fetch the records that a resume on an empty disk needs.
 
     After a fault, the store is not checked again, so that a server that is away does not keep the run from restarting.
@@ -255,7 +253,7 @@ def _connect(url: str, resume_url: str, *, run: RunFolder, job: str, is_restart:
             check_remote_url(url)
             target = RemoteFolder(open_remote_store(f"{url.rstrip('/')}/{_remote_name(run.path)}"))
             if not is_restart:
-                events += _check_store(target.store, run, job=job, is_empty=is_empty)
+                events += _check_store(target.store, run, is_empty=is_empty)
             source = target
         if resume_url and is_empty:
             check_remote_url(resume_url, name="resume")
@@ -274,14 +272,14 @@ def _connect(url: str, resume_url: str, *, run: RunFolder, job: str, is_restart:
     return RemoteConnection(target=target, source=source, step_name=step_name, events=tuple(events))
 
 
-def _check_store(store: RemoteStore, run: RunFolder, *, job: str, is_empty: bool) -> list[Event]:
+def _check_store(store: RemoteStore, run: RunFolder, *, is_empty: bool) -> list[Event]:
     """Check that the store can be used, and that its folder belongs to this run.
 
     If the server is away and the disk has checkpoints, the run can start. Return a warning then.
     """
     try:
         store.check_access()
-        _claim(store, run, job=job, is_empty=is_empty)
+        _claim(store, run, is_empty=is_empty)
     except RemoteError as error:
         if is_empty or not error.is_temporary:
             raise
@@ -289,7 +287,7 @@ def _check_store(store: RemoteStore, run: RunFolder, *, job: str, is_empty: bool
     return []
 
 
-def _claim(store: RemoteStore, run: RunFolder, *, job: str, is_empty: bool) -> None:
+def _claim(store: RemoteStore, run: RunFolder, *, is_empty: bool) -> None:
     """Let the folder in the store belong to this run. A run on another machine with an empty disk takes it over.
 
     Raises:
