@@ -398,6 +398,8 @@ class _SessionBuilder:
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {intervals}")
         rule = self.prepared_job.plan.update_rule
         lines += rule_planning(rule).length_notes(rule, total_steps=loop.total_steps)
+        if url := remote_url(settings):
+            lines.append(f"remote: each checkpoint is also copied to {url}")
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.setup.model)):
             lines.append(step_rule(rule).buffer_note(settings.train.buffers))

@@ -6,6 +6,8 @@ Start with `checkpoint_folder.py`.
 - `hf_folder.py`: Model folders for other programs: plain safetensors, split into several files with an index if large.
 - `manifest.py`: The manifest of a checkpoint: it lists every file and tensor.
 - `manifest_schema.py`: The schema of a manifest: the required type of every part.
+- `remote_folder.py`: The checkpoints of one run in a remote store, in the format of those on disk.
+- `remote_store.py`: A remote store: files below an fsspec URL, such as s3://bucket/prefix.
 - `resharding_reader.py`: Resharding reads: tensors are stored as shards in several files, and a rank reads the shards
   that it needs.
 - `safetensors_io.py`: Tensors on disk in the safetensors format, each with its digest; nothing is pickled, and every

@@ -131,8 +131,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
         collect_problems(problems, lambda: check_names(settings.watch.to))
-        if verb == "train":
-            collect_problems(problems, lambda: check_remote_setting(settings))
+        collect_problems(problems, lambda: verb != "train" or check_remote_setting(settings))
     joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout

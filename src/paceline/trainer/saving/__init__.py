@@ -8,6 +8,10 @@ Start with `checkpointer.py`.
 - `local_sgd_state.py`: The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own
   weights and optimizers.
 - `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
+- `remote_start.py`: The start of a run with a remote store: the checks of the store, and what a machine with an empty
+  disk downloads.
+- `remote_tier.py`: The remote tier: a thread of rank 0 that copies checkpoints from the disk to a remote store while
+  the run trains.
 - `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
   state.
 - `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.

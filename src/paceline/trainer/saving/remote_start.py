@@ -91,7 +91,7 @@ class RemoteConnection:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What an attempt starts with: its run folder, what to resume from, and its number.
+    """The start of an attempt: its run folder, what to resume from, and its number.
 
     `uses_remote` says whether the run has a remote store, on every rank. `connection` is None on other ranks than 0,
     and without a remote store.
@@ -110,7 +110,7 @@ class RunStart:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What rank 0 reports about the remote store."""
+        """The events with which rank 0 reports on the remote store."""
         return () if self.connection is None else self.connection.events
 
     def share_choice(self, setup: TrainingSetup) -> Callable[[Callable[[], Any]], Any] | None:
@@ -133,7 +133,7 @@ class RunStart:
 
 
 def choose_start(prepared_job: PreparedJob, world: World) -> RunStart:
-    """Return what this attempt starts with. Rank 0 chooses for all ranks, after the run folder is locked.
+    """Return the start of this attempt. Rank 0 chooses for all ranks, after the run folder is locked.
 
     Raises:
         UsageError: the remote store can't be used with these settings or credentials. Other ranks get a `PeerError`.
