@@ -130,8 +130,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     )
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
-        collect_problems(problems, lambda: check_names(settings.watch.to))
-        collect_problems(problems, lambda: verb != "train" or check_remote_setting(settings))
+        problems += _destination_problems(verb, settings)
     joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout
@@ -177,6 +176,15 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         faults=common.faults,
         job_handle=common.job_handle,
     )
+
+
+def _destination_problems(verb: str, settings: Settings) -> list[PacelineError]:
+    """Return errors for sinks that do not exist, and for a remote store that can't be used."""
+    problems: list[PacelineError] = []
+    collect_problems(problems, lambda: check_names(settings.watch.to))
+    if verb == "train":
+        collect_problems(problems, lambda: check_remote_setting(settings))
+    return problems
 
 
 def assign_run_folder(task: Task, *, resume: str | None) -> Task:
