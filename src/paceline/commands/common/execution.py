@@ -22,6 +22,7 @@ from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.merge_settings import RequestedSettings, merge, read_requested_settings
+from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
