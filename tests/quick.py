@@ -2,6 +2,7 @@
 
 QUICK = (
     "checkpoint/test_lr_schedule_resume.py",
+    "checkpoint/test_remote_folder.py",
     "checkpoint/test_untrusted_files.py",
     "commands/test_devices.py",
     "commands/test_help_page.py",

@@ -1,5 +1,6 @@
 """The events of a run, as typed values, and the bus that passes them to sinks."""
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,6 +168,29 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointUploaded(Event):
+    """A checkpoint is complete in the remote store (`checkpoint.remote`), and `latest` there names it."""
+
+    step: int
+    url: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event):
+    """A checkpoint could not be uploaded. It is on disk, and uploads are tried again unless the run has ended.
+
+    Of several failures in a row, only the first is reported, and the one at the end of a run, with `is_final`.
+    """
+
+    step: int
+    url: str
+    reason: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRefused(Event):
     """A checkpoint could not be used."""
 
@@ -212,11 +236,15 @@ class Sink(Protocol):
 
 
 class EventBus:
-    """The bus that carries events to all sinks. A sink that raises never ends the run, and gets later events too."""
+    """The bus that carries events to all sinks. A sink that raises never ends the run, and gets later events too.
+
+    Several threads may use it: uploads run in a thread of their own.
+    """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
         self._failing_sinks: list[Sink] = []
+        self._lock = threading.RLock()
 
     def add_sink(self, sink: Sink) -> None:
         """Add a sink, which gets each event after the other sinks."""
@@ -227,9 +255,10 @@ class EventBus:
 
         The notes come last, because a full disk may make several sinks fail.
         """
-        notes = [note for sink in self._sinks if (note := self._deliver(sink, event)) is not None]
-        for note in notes:
-            self.emit(note)
+        with self._lock:
+            notes = [note for sink in self._sinks if (note := self._deliver(sink, event)) is not None]
+            for note in notes:
+                self.emit(note)
 
     def emit_all(self, events: Iterable[Event]) -> None:
         """Emit each of `events`."""
@@ -254,12 +283,13 @@ class EventBus:
 
     def close(self) -> None:
         """Close every sink."""
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception:
-                continue
-        self._sinks = []
+        with self._lock:
+            for sink in self._sinks:
+                try:
+                    sink.close()
+                except Exception:
+                    continue
+            self._sinks = []
 
 
 def forecast_ratios(event: ForecastChecked) -> Mapping[str, float]:

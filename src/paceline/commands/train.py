@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
+from paceline.checkpoint.files.remote_store import check_remote_url, is_remote_url
 from paceline.commands.command_table import TrainOptions, VerbOutput
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
@@ -45,6 +46,8 @@ def train(
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
+    if resume is not None and is_remote_url(resume):
+        check_remote_url(resume, name="resume")
     is_auto_layout = is_auto(common.layout)
     if is_auto_layout:
         from paceline.measured_planning.auto_layout import (

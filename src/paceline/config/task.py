@@ -65,7 +65,7 @@ class Task:
             self,
             run=absolute(self.run),
             job=absolute(path) + colon + name if path.endswith(".py") else self.job,
-            resume=self.resume if self.resume in (None, "newest") else absolute(str(self.resume)),
+            resume=self.resume if self.resume in (None, "newest") or "://" in self.resume else absolute(self.resume),
             options=options,
         )
 

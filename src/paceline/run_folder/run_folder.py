@@ -176,6 +176,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     - An empty text: the requested folder is resumed. If there is none, the newest run of `name` is resumed.
     - A run or a checkpoint: this run is resumed. If `run` is another folder, it is instead a branch that starts from
       the checkpoint of `resume`, and the same command continues the branch later.
+    - A URL of either in a remote store: the requested folder, or a new one, is such a branch.
 
     Raises:
         UsageError: there is no such run or checkpoint.
@@ -188,6 +189,8 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
         if newest is None or not newest.path.is_dir():
             raise UsageError(f"there is no run of {name} to resume.", hint="the same command without --resume")
         return newest, "newest"
+    if "://" in resume:
+        return requested_run, resume
     origin, checkpoint = find_run(resume)
     if requested_run is None or requested_run.path.resolve() == origin.path.resolve():
         _refuse_superseded_checkpoint(origin, checkpoint)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.files.remote_store import check_remote_setting
 from paceline.config.compression import parse_compress
 from paceline.config.job_reference import OBJECT_PREFIX
 from paceline.config.layout import parse_layout
@@ -163,6 +164,7 @@ class Run:
         merged_settings = merge(requested_settings.layered_over(job_settings(job), origin=JOB, where=JOB_SETTINGS))
         self._exact = merged_settings.train.exact
         check_names(merged_settings.watch.to)
+        check_remote_setting(merged_settings)
         if num_ranks > 1:
             raise_all(refuse_backend(merged_settings.train.backend, available_backends()))
         self._task = Task(

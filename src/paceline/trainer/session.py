@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import BEST, OpenCheckpoint, parse_step, resolve_mark
+from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.checkpoint.files.remote_store import remote_url
 from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
 from paceline.checkpoint.resume_checks import describe_changes
@@ -21,7 +21,6 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
 from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
-from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.agent.rank_activity import activity_reporter
 from paceline.launch.agent.shared_status import open_heartbeat
@@ -30,7 +29,6 @@ from paceline.launch.joined_rank import joined_rank
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import LayoutForecast
-from paceline.profiling.environment import loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 from paceline.step.update_rules import step_rule
@@ -49,11 +47,12 @@ from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_o
 from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer, run_identity
-from paceline.trainer.saving.final_weights import write_final_weights
+from paceline.trainer.saving.final_weights import best_weights_notes, write_final_weights
 from paceline.trainer.saving.grace_period import watch_grace_period
 from paceline.trainer.saving.memory_tier import open_memory_tier
+from paceline.trainer.saving.remote_start import RunStart, choose_start, finish_uploads
+from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.saving.resume_run import (
-    checkpoint_to_resume,
     find_checkpoint,
     read_saved_identity,
     restart_events,
@@ -64,8 +63,8 @@ from paceline.trainer.saving.rollback import open_rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
-from paceline.trainer.setup.prepare import PreparedJob, begin_attempt, number_attempt, with_saved_microbatches
-from paceline.trainer.setup.run_records import write_run_records
+from paceline.trainer.setup.prepare import PreparedJob, begin_attempt, with_saved_microbatches
+from paceline.trainer.setup.run_records import record_new_modules, write_run_records
 
 
 class Session:
@@ -82,6 +81,7 @@ class Session:
         event_bus: EventBus,
         loop: Loop,
         start_time: float,
+        remote_tier: RemoteTier | None = None,
     ) -> None:
         self.prepared_job = prepared_job
         self.world = world
@@ -91,6 +91,7 @@ class Session:
         self.loop = loop
         self._loader = loader
         self._start_time = start_time
+        self._remote_tier = remote_tier
 
     def finish(self) -> int:
         """Save, consolidate the final weights, and return the exit code."""
@@ -98,41 +99,26 @@ class Session:
         self.loop.forecast_check.store_ratios()
         if exit_code == 0 and self.prepared_job.settings.checkpoint.consolidated != "none":
             line = write_final_weights(self.setup, self.run.path, step=self.loop.cursor.step)
-            self.event_bus.emit(Note(text=line))
-            self._report_best_checkpoint()
+            for text in (line, *best_weights_notes(self.setup.job, self.run, step=self.loop.cursor.step)):
+                self.event_bus.emit(Note(text=text))
         if self.world.is_main:
-            self._record_new_modules()
+            record_new_modules(self.run)
         if exit_code == 0 and self.prepared_job.task.faults:
             self.loop.refuse_missed_faults()
         status = "done" if exit_code == 0 else "stopped"
+        if remote_url(self.prepared_job.settings):
+            exit_code = finish_uploads(
+                self._remote_tier, self.setup, exit_code=exit_code, report_finished=self.loop.report_finished
+            )
         seconds = time.monotonic() - self._start_time
         self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=exit_code, seconds=seconds))
         return exit_code
 
-    def _report_best_checkpoint(self) -> None:
-        """Emit a note on how to get the best step's weights, if the best step is not the last one."""
-        best_checkpoint = resolve_mark(self.run.checkpoints, BEST)
-        uses_best = self.prepared_job.job.best is not None or self.prepared_job.job.early_stopping is not None
-        if uses_best and best_checkpoint is not None and parse_step(best_checkpoint) != self.loop.cursor.step:
-            text = (
-                f"consolidated/ has the weights of step {self.loop.cursor.step}, the last one; the "
-                "best weights are from step "
-                f"{parse_step(best_checkpoint)}: paceline ckpt consolidate {self.run.path} --best --to best"
-            )
-            self.event_bus.emit(Note(text=text))
-
-    def _record_new_modules(self) -> None:
-        """Record modules in `env.json` that the job's loss or model imported only after the start."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            env = read_json(self.run.path / "env.json")
-            recorded_modules = env["job"]["modules"]
-            new_modules = {name: digest for name, digest in loaded_modules().items() if name not in recorded_modules}
-            if new_modules:
-                write_json(self.run.path / "env.json", {**env, "job": {**env["job"], "late_modules": new_modules}})
-
     def close(self) -> None:
         """Close the loader, the event bus, the model and the process group."""
         self.loop.report_finished()
+        if self._remote_tier is not None:
+            self._remote_tier.close()
         self._loader.close()
         self.event_bus.close()
         self.setup.close()
@@ -146,15 +132,14 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
         PacelineError: the request is not possible.
     """
     start_time = time.monotonic()
-    chosen = [prepared_job.task.run, checkpoint_to_resume(prepared_job.task), number_attempt(prepared_job.task, world)]
-    folder, resume, attempt = world.share_json(chosen)
-    run = RunFolder(Path(folder))
-    prepared_job = replace(prepared_job, task=begin_attempt(prepared_job.task, run=run, number=attempt))
-    requested = Path(resume or "")
+    start = choose_start(prepared_job, world)
+    run = RunFolder(Path(start.folder))
+    prepared_job = replace(prepared_job, task=begin_attempt(prepared_job.task, run=run, number=start.attempt))
+    requested = Path(start.resume or "")
     requested_checkpoint = requested if requested.name.startswith("step-") else None
     if prepared_job.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
         prepared_job = with_saved_microbatches(prepared_job, folder=run.path, world=world)
-    if resume is not None:
+    if start.resume is not None:
         original_run = run_of_checkpoint(requested_checkpoint) if requested_checkpoint is not None else run
         prepared_job = with_saved_microbatches(prepared_job, folder=original_run.path, world=world)
     activity_reporter.traffic = world.traffic
@@ -168,7 +153,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
         world=world,
         run=run,
         setup=setup,
-        resume=resume,
+        start=start,
         requested_checkpoint=requested_checkpoint,
         memory_baseline=memory_baseline.after_build(),
     )
@@ -183,7 +168,7 @@ class _SessionBuilder:
     world: World
     run: RunFolder
     setup: TrainingSetup
-    resume: str | None
+    start: RunStart
     requested_checkpoint: Path | None
     memory_baseline: MemoryBaseline
 
@@ -202,12 +187,14 @@ class _SessionBuilder:
             events += [Note(text=text, level="warning") for text in changes]
         loader = self._make_loader(cursor, data_properties)
         bus = self._make_event_bus()
+        remote_tier = self.start.open_tier(prepared_job.settings, self.run, bus)
         checkpointer = open_checkpointer(
             self.setup,
             prepared_job.task,
             folder=self.run.checkpoints,
             identity=identity,
             resumed_checkpoint=loaded,
+            remote_tier=remote_tier,
         )
         forecast_check = ForecastCheck(
             forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=bus
@@ -230,13 +217,17 @@ class _SessionBuilder:
             event_bus=bus,
             loop=loop,
             start_time=start_time,
+            remote_tier=remote_tier,
         )
         if prepared_job.task.verb == "train":
             self.setup.step.replica.contract.request_sum_check()
             refuse_short_schedules(self.setup.update.lr_schedulers, total_steps=loop.total_steps)
             refuse_large_batch(self.setup.plan, num_samples=loader.num_samples)
             events += self._schedule_notes(loader, loop) if not cursor.step else []
+        events = [*self.start.events, *events]
         self._announce(cursor, loaded, events, loader=loader, loop=loop, forecast=forecast)
+        if remote_tier is not None:
+            remote_tier.start()
         return session
 
     def _schedule_notes(self, loader: BatchLoader, loop: Loop) -> list[Note]:
@@ -264,7 +255,7 @@ class _SessionBuilder:
         return sum(math.prod(shards.shard_specs(name)[0].shape) for name in shards.names)
 
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
-        if self.resume is None:
+        if self.start.resume is None:
             return None, []
         task, memory_folder = self.prepared_job.task, None
         if task.restart is not None and task.memory_folder:
@@ -274,6 +265,8 @@ class _SessionBuilder:
             requested=self.requested_checkpoint,
             world=self.world,
             memory_folder=memory_folder,
+            download=self.start.download,
+            share_choice=self.start.share_choice(self.setup),
         )
 
     def _set_aside_later_checkpoints(self, loaded: OpenCheckpoint) -> list[Event]:
@@ -409,10 +402,12 @@ class _SessionBuilder:
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {intervals}")
         rule = self.prepared_job.plan.update_rule
         lines += rule_planning(rule).length_notes(rule, total_steps=loop.total_steps)
+        if url := remote_url(settings):
+            lines.append(f"remote: each checkpoint is also copied to {url}")
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(norms_with_statistics(self.setup.model)):
             lines.append(step_rule(rule).buffer_note(settings.train.buffers))
-        micro, is_resumed = self.prepared_job.plan.micro_batch_size, self.resume is not None
+        micro, is_resumed = self.prepared_job.plan.micro_batch_size, self.start.resume is not None
         lines += evaluation_notes(
             self.prepared_job.job, settings, model=self.setup.model, micro_batch_size=micro, is_resumed=is_resumed
         )
@@ -426,7 +421,7 @@ class _SessionBuilder:
         )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.setup.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
-        if loaded is None and self.resume is not None:
+        if loaded is None and self.start.resume is not None:
             lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
             is_same_run = loaded.belongs_to(self.run.checkpoints)

@@ -205,14 +205,14 @@ def _read_mark(folder: Path, mark: str) -> str:
     return next(digest_matches, name if _STEP.fullmatch(name) else "")
 
 
-def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
-    """Remove all checkpoints except the newest `keep`, the latest and the best; return the removed paths.
+def prune_checkpoints(folder: Path, *, keep: int, path_in_use: Path | None = None) -> list[Path]:
+    """Remove all checkpoints except the newest `keep`, the latest, the best and `path_in_use`.
 
-    Nothing is removed if none of the remaining checkpoints is intact, or if `best` can't be read: then any checkpoint
-    may be the best. Symbolic links are not removed.
+    Return the removed paths. Nothing is removed if none of the remaining checkpoints is intact, or if `best` can't be
+    read: then any checkpoint may be the best. Symbolic links are not removed.
     """
     steps = list_checkpoints(folder)
-    retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST)}
+    retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST), path_in_use}
     expired = [path for path in steps if path not in retained and not path.is_symlink()]
     if not expired or is_mark_broken(folder, BEST):
         return []

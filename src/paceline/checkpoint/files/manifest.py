@@ -128,6 +128,15 @@ def read_body(path: Path) -> ManifestSchema:
     return body
 
 
+def parse_file_entries(manifest: bytes) -> FileEntries | None:
+    """Return the entries of the files in the content of a manifest, or None if the manifest is damaged."""
+    text = _body_text(manifest)
+    try:
+        return None if text is None else parse_manifest(text).files
+    except ValueError:
+        return None
+
+
 def _body_text(data: bytes) -> str | None:
     """Return the body of a manifest as text; None if any byte of the file differs from what was written."""
     outer = _MANIFEST_PATTERN.fullmatch(data)
@@ -178,13 +187,22 @@ def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, Stored
     return {kind: StoredTensors(kind_shards) for kind, kind_shards in shards.items()}
 
 
-def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
-    """Raise an error for a file that is missing, truncated or from another checkpoint."""
-    file = path / name
+def check_file_name(path: Path, name: str) -> None:
+    """Check that a name in a manifest is that of a file in the checkpoint's own folder.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     if Path(name).name != name or name == ".." or "\0" in name:
         raise CheckpointError(
             f"the manifest of {path.name} names a file outside the checkpoint: {name}.", where=str(path)
         )
+
+
+def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
+    """Raise an error for a file that is missing, truncated or from another checkpoint."""
+    check_file_name(path, name)
+    file = path / name
     try:
         size, header = header_digest(file)
     except OSError as error:

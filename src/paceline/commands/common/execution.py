@@ -12,6 +12,7 @@ from traceback import format_exception
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
+from paceline.checkpoint.files.remote_store import check_remote_setting
 from paceline.commands.command_table import StartOptions
 from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
 from paceline.commands.common.layout_problems import fewer_rank_counts, layout_problems
@@ -21,6 +22,7 @@ from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.merge_settings import RequestedSettings, merge, read_requested_settings
+from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
@@ -130,7 +132,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     )
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
-        collect_problems(problems, lambda: check_names(settings.watch.to))
+        problems += _destination_problems(verb, settings)
     joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout
@@ -178,6 +180,15 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     )
 
 
+def _destination_problems(verb: str, settings: Settings) -> list[PacelineError]:
+    """Return errors for sinks that do not exist, and for a remote store that can't be used."""
+    problems: list[PacelineError] = []
+    collect_problems(problems, lambda: check_names(settings.watch.to))
+    if verb == "train":
+        collect_problems(problems, lambda: check_remote_setting(settings))
+    return problems
+
+
 def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     """Return the task with its run folder: a new one, the newest, or the named one.
 
@@ -190,7 +201,8 @@ def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     run, resume_from = choose_run(name, run=task.run, resume=resume)
     if run is None:
         jobs = current_scheduler_jobs(os.environ) if task.verb == "train" else ()
-        return replace(task, run=str(find_or_create_run(name, jobs, request=task.request).path))
+        run_path = find_or_create_run(name, jobs, request=task.request).path
+        return replace(task, run=str(run_path), resume=resume_from)
     create_run_folder(run.path)
     return replace(task, run=str(run.path), resume=resume_from)
 

@@ -11,6 +11,7 @@ from paceline.console.output import print_line, take_dropped_note
 from paceline.events import (
     CheckpointRefused,
     CheckpointSaved,
+    CheckpointUploaded,
     EvalDone,
     Event,
     ForecastChecked,
@@ -20,6 +21,7 @@ from paceline.events import (
     RunStarted,
     Staleness,
     StepDone,
+    UploadFailed,
 )
 
 VERBOSE = "PACELINE_VERBOSE"  # set by `-v`: the ranks inherit it
@@ -63,6 +65,10 @@ def format_event(event: Event, *, total: int | None = None) -> str:
         if event.background_seconds:
             duration += f", and {format_duration(event.background_seconds)} in the background"
         return f"saved {Path(event.path).name}{mark} | {format_size(event.num_bytes)} in {duration}"
+    if isinstance(event, CheckpointUploaded):
+        return f"uploaded {event.url} | {format_size(event.num_bytes)} in {format_duration(event.seconds)}"
+    if isinstance(event, UploadFailed):
+        return _format_failed_upload(event)
     if isinstance(event, CheckpointRefused):
         return f"refused {event.path}: {event.reason}"
     if isinstance(event, Note):
@@ -74,6 +80,15 @@ def format_event(event: Event, *, total: int | None = None) -> str:
     if isinstance(event, RunEnded):
         return f"{event.status} at step {event.step} after {event.seconds:.1f} s"
     return ""
+
+
+def _format_failed_upload(event: UploadFailed) -> str:
+    outcome = (
+        "is only on disk; the same command uploads it"
+        if event.is_final
+        else "is not uploaded yet; the run continues and tries again"
+    )
+    return f"warning: step {event.step} {outcome}: {event.reason}"
 
 
 def _format_site(participant: Mapping[str, Any]) -> str:

@@ -8,11 +8,16 @@ Start with `checkpointer.py`.
 - `checkpointer.py`: Save a run: the contents of a checkpoint, the state that update rules add, and the list of kept
   checkpoints.
 - `final_weights.py`: The final weights of a run: `consolidated/`, and a record with their digest.
+- `grace_period.py`: The grace period: the time that a scheduler leaves a run between its stop signal and the kill.
 - `local_sgd_state.py`: The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own
   weights and optimizers.
 - `memory_folder.py`: The folder of a command's checkpoints in memory, which the memory tier and saves in the background
   share.
 - `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
+- `remote_start.py`: The start of a run with a remote store: the checks of the store, and what a machine with an empty
+  disk downloads.
+- `remote_tier.py`: The remote tier: a thread of rank 0 that copies checkpoints from the disk to a remote store while
+  the run trains.
 - `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
   state.
 - `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.

@@ -48,6 +48,7 @@ from paceline.step.update_rules import step_rule
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
+from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 T = TypeVar("T")
@@ -164,15 +165,15 @@ def build_rule_state(setup: TrainingSetup) -> RuleState:
 class Checkpointer:
     """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest.
 
+    On rank 0, `remote_tier` uploads what is committed, also by a save in the background; on other ranks, and without a
+    remote store, it is None.
+
     `last_saved` is the step of the newest checkpoint in this run's folder that the run has saved or resumed from. It is
     -1 if there is no such checkpoint. `last_started` also counts a save that is still written in the background. Both
     are equal on all ranks.
 
     `needs_trial` is True until the first save of a new run with a grace period (`survive.grace`). Such a run saves
     after its first step, to find out how long a save takes. An additional save would change an asynchronous run.
-
-    `on_commit(path)` is called on rank 0 when a checkpoint has been committed on disk, and again when the outcome of an
-    evaluation has been written into it. In a save in the background, another thread calls it.
     """
 
     def __init__(
@@ -183,9 +184,10 @@ class Checkpointer:
         identity: Mapping[str, Any],
         resumed_checkpoint: OpenCheckpoint | None,
         memory: MemoryFolder | None = None,
-        on_commit: Callable[[Path], None] | None = None,
+        remote_tier: RemoteTier | None = None,
     ) -> None:
         self._setup = setup
+        self._remote_tier = remote_tier
         self._world = setup.world
         self._folder = folder
         self._identity = identity
@@ -199,7 +201,6 @@ class Checkpointer:
         has_grace_period = setup.settings.survive.grace is not None and setup.plan.update_rule.is_synchronous
         self.needs_trial = has_grace_period and self.last_saved < 0
         self.memory = memory
-        self._on_commit = on_commit
         self._background = BackgroundSaves(
             world=setup.world,
             folder=folder,
@@ -398,9 +399,10 @@ class Checkpointer:
             with convert_to_save_error(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
         with convert_to_save_error("the list of checkpoints, without the oldest,", self._folder):
-            prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep)
-        if self._on_commit is not None:
-            self._on_commit(path)
+            path_in_use = None if self._remote_tier is None else self._remote_tier.path_in_use
+            prune_checkpoints(self._folder, keep=self._setup.settings.checkpoint.keep, path_in_use=path_in_use)
+        if self._remote_tier is not None:
+            self._remote_tier.on_commit()
 
 
 def open_checkpointer(
@@ -410,6 +412,7 @@ def open_checkpointer(
     folder: Path,
     identity: Mapping[str, Any],
     resumed_checkpoint: OpenCheckpoint | None,
+    remote_tier: RemoteTier | None,
 ) -> Checkpointer:
     """Return the checkpointer of a run, with the memory folder of its command."""
     return Checkpointer(
@@ -418,4 +421,5 @@ def open_checkpointer(
         identity=identity,
         resumed_checkpoint=resumed_checkpoint,
         memory=open_memory_folder(setup, task),
+        remote_tier=remote_tier,
     )

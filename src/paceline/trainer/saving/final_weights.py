@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.consolidate import consolidate_weights
+from paceline.checkpoint.files.checkpoint_folder import BEST, parse_step, resolve_mark
 from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD, add_digest, digest_files
 from paceline.checkpoint.state_dict_view import view_state_dict
 from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.filesystem.atomic_files import write_json
 from paceline.filesystem.disk_full import convert_to_save_error
+from paceline.job import Job
 from paceline.launch.launcher import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
+from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.local_sgd_state import is_writer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
@@ -49,3 +52,15 @@ def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     if setup.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {record['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
+
+
+def best_weights_notes(job: Job, run: RunFolder, *, step: int) -> list[str]:
+    """Return a note on how to get the best step's weights, if the best step is not the last one, `step`."""
+    best_checkpoint = resolve_mark(run.checkpoints, BEST)
+    uses_best = job.best is not None or job.early_stopping is not None
+    if not uses_best or best_checkpoint is None or parse_step(best_checkpoint) == step:
+        return []
+    return [
+        f"consolidated/ has the weights of step {step}, the last one; the best weights are from step "
+        f"{parse_step(best_checkpoint)}: paceline ckpt consolidate {run.path} --best --to best"
+    ]

@@ -1,7 +1,7 @@
 """Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its state."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,33 +53,45 @@ def checkpoint_to_resume(task: Task) -> str | None:
 
 
 def find_checkpoint(
-    folder: Path, *, requested: Path | None, world: World, memory_folder: Path | None = None
+    folder: Path,
+    *,
+    requested: Path | None,
+    world: World,
+    memory_folder: Path | None = None,
+    download: Callable[[Path], tuple[Path | None, list[Event]]] | None = None,
+    share_choice: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> tuple[OpenCheckpoint | None, list[Event]]:
     """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
 
     `memory_folder` has the checkpoints in memory of this command's last attempt. One of them is used if it is newer
-    than those on disk. Also return an event for each checkpoint on disk that was refused.
+    than those on disk. If there is none at all, rank 0 calls `download(folder)`, which may put one there.
+    `share_choice` runs the choice of rank 0, and shares it with the other ranks, however long a download takes. Also
+    return an event for each checkpoint that was refused.
 
     Raises:
         CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints but none can be used. A
             folder that has only unfinished saves counts as empty.
     """
-    chosen_path: str | None = None
-    refusals: list[tuple[str, str]] = []
-    if world.is_main and requested is None:
+    if requested is not None:
+        return open_checkpoint(requested), []
+    events: list[Event] = []
+
+    def choose() -> tuple[str | None, list[tuple[str, str]]]:
         path, unusable = find_newest_usable(folder)
         in_memory = find_newest_usable(memory_folder)[0] if memory_folder is not None else None
         if in_memory is not None and (path is None or parse_step(in_memory) > parse_step(path)):
             path = in_memory
-        chosen_path, refusals = (
-            (str(path) if path else None),
-            [(str(refusal.path), refusal.reason) for refusal in unusable],
-        )
-    elif requested is not None:
-        chosen_path = str(requested)
-    chosen_path, refusals = world.share_json([chosen_path, refusals])
+        if path is None and download is not None:
+            path, download_events = download(folder)
+            events.extend(download_events)
+        return (str(path) if path else None), [(str(refusal.path), refusal.reason) for refusal in unusable]
+
+    if share_choice is not None:
+        chosen_path, refusals = share_choice(choose)
+    else:
+        chosen_path, refusals = world.share_json(choose() if world.is_main else None)
     refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
-    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
+    events[:0] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
     if chosen_path is None:
         if any(not checkpoint.is_unfinished for checkpoint in refused):
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
