@@ -28,7 +28,8 @@ from torch import Tensor
 
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import failure_screen
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.run_folder.run_folder import RunFolder
 from paceline.schedule import SCHEDULES, Action, Costs, Program, Span, Timeline, build, draw, simulate, write

@@ -38,7 +38,8 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.task import Task
 from paceline.console import output as talk
 from paceline.data.order.cursor import Cursor
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import failure_screen
 from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import build_training_setup

@@ -34,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline as pl
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.task import Task
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import failure_screen
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.session import open_session
 from paceline.trainer.setup.prepare import prepare

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.config.task import Task
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import failure_screen
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.run import Run
 

@@ -28,7 +28,8 @@ from paceline.data.loader import make_loader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.job import load_job
-from paceline.launch.launcher import LaunchRequest, failure_screen, start
+from paceline.launch.launcher import LaunchRequest, start
+from paceline.launch.run_outcome import failure_screen
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup

@@ -243,7 +243,7 @@ class EventBus:
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
-        self._failing_sinks: list[Sink] = []
+        self._failures: list[tuple[Sink, type[Event]]] = []  # the failing sinks, and the event at which each failed
         self._lock = threading.RLock()
 
     def add_sink(self, sink: Sink) -> None:
@@ -266,19 +266,19 @@ class EventBus:
             self.emit(event)
 
     def _deliver(self, sink: Sink, event: Event) -> Note | None:
-        is_failing = any(other is sink for other in self._failing_sinks)
+        failed_kind = next((kind for other, kind in self._failures if other is sink), None)
         try:
             sink.handle(event)
         except Exception as error:
-            if is_failing:
+            if failed_kind is not None:
                 return None
-            self._failing_sinks.append(sink)
+            self._failures.append((sink, type(event)))
             return Note(
                 text=f"{type(sink).__name__} failed, and is tried again with each event: {error}", level="warning"
             )
-        if not is_failing:
+        if failed_kind is not type(event):  # it has not failed, or may ignore this kind of event
             return None
-        self._failing_sinks = [other for other in self._failing_sinks if other is not sink]
+        self._failures = [failure for failure in self._failures if failure[0] is not sink]
         return Note(text=f"{type(sink).__name__} works again")
 
     def close(self) -> None:

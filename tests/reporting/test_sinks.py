@@ -87,7 +87,7 @@ def test_a_sink_that_is_asked_for_and_missing_is_refused(tmp_path: Path) -> None
         make_sinks(["no_such_package:Sink"], run=RunFolder(tmp_path))
 
 
-def test_a_sink_that_fails_in_the_middle_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_fails_in_the_middle_gets_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Kept:
         def __init__(self) -> None:
             self.seen: list[Event] = []

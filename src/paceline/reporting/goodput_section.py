@@ -1,5 +1,6 @@
 """The goodput of a run: which part of its time was spent on steps that count, and where the rest went."""
 
+import math
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -122,7 +123,7 @@ def _attempt_parts(attempt: list[dict[str, Any]], *, usual_step: float) -> dict[
     last_step = int(_number(attempt[0], "resumed_from"))
     for event in attempt:
         if event["event"] == "StepDone":
-            num_steps, last_step = max(1, int(event["step"]) - last_step), int(event["step"])
+            num_steps, last_step = max(1, int(_number(event, "step")) - last_step), int(_number(event, "step"))
             saves += num_steps * _number(event, "checkpoint_seconds")
             evaluation += num_steps * _number(event, "evaluation_seconds")
             slowness = num_steps * (_number(event, "step_seconds") - usual_step)
@@ -133,5 +134,10 @@ def _attempt_parts(attempt: list[dict[str, Any]], *, usual_step: float) -> dict[
 
 
 def _number(event: dict[str, Any], name: str) -> float:
+    """Return a finite number of an event; 0 if there is none."""
     value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    try:
+        number = float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
