@@ -99,40 +99,64 @@ atexit.register(print, "the end of", rank)
     assert not any(is_running(one["pid"]) or is_running(one["parent"]) for pair in found for one in pair)
 
 
+def waiting_processes(agent: int) -> list[int]:
+    """The processes that torchrun takes for its workers: they only wait for their scripts."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return [int(pid) for pid in children if b"own.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def start(shop: Shop, *words: str) -> "subprocess.Popen[bytes]":
+    """Start torchrun with two ranks, and return when each has written its record and the file `ready-RANK`."""
+    with (shop.path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*TORCHRUN, "--nproc-per-node", "2", *words, "own.py"], cwd=shop.path, env=shop.environ(environ(shop)),
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(list(shop.path.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, (shop.path / "log").read_text()
+        time.sleep(0.05)
+    return process
+
+
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    ("victim", "number", "code"),
-    [
-        ("agent", signal.SIGTERM, 1),
-        pytest.param("agent", signal.SIGKILL, -9, marks=pytest.mark.soak),
-        ("worker", signal.SIGKILL, 1),
-    ],
+    ("number", "code"), [(signal.SIGTERM, 1), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.soak)]
 )
-def test_nothing_is_left_running(shop: Shop, victim: str, number: int, code: int) -> None:
-    shop.write("own.py", SCRIPT + "os.system('sleep 300 & echo $! > child-' + rank)\ntime.sleep(300)\n")
-    command = [*TORCHRUN, "--nproc-per-node", "2", "own.py"]
-    log = (shop.path / "log").open("w")
-    process = subprocess.Popen(command, cwd=shop.path, env=shop.environ(environ(shop)), stderr=log, text=True)
-    shop.started.append(process)
-    deadline = time.monotonic() + 60
-    while len(list(shop.path.glob("child-*"))) < 2 or not all(p.read_text() for p in shop.path.glob("child-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    children = [int(path.read_text()) for path in shop.path.glob("child-*")]
-    processes = [pid for rank in (0, 1) for pid in (record(shop, 0, rank)["pid"], record(shop, 0, rank)["parent"])]
-    waiting = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    worker = next(int(pid) for pid in waiting if b"own.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(process.pid if victim == "agent" else worker, number)
-    process.wait(timeout=60)
-    log.close()
-    text = (shop.path / "log").read_text()
-    assert process.returncode == code and "Traceback" not in text, text
-    pids = [*processes, *map(int, waiting), *(children if number == signal.SIGTERM else [])]
+def test_nothing_is_left_running(shop: Shop, number: int, code: int) -> None:
+    child = "import subprocess\nchild = subprocess.Popen(['sleep', '300'])\nPath('ready-' + rank).write_text(str(child.pid))\n"
+    shop.write("own.py", SCRIPT + child + "time.sleep(300)\n")
+    process = start(shop)
+    waiting = waiting_processes(process.pid)
+    records = [record(shop, 0, rank) for rank in (0, 1)]
+    children = [int((shop.path / f"ready-{rank}").read_text()) for rank in (0, 1)]
+    os.kill(process.pid, number)
+    assert process.wait(timeout=60) == code and "Traceback" not in (shop.path / "log").read_text()
+    pids = [*waiting, *(one[name] for one in records for name in ("pid", "parent"))]
+    pids += children if number == signal.SIGTERM else []
+    deadline = time.monotonic() + 30
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, [pid for pid in pids if is_running(pid)]
         time.sleep(0.05)
-    for pid in filter(is_running, children):  # as with torch's own backends
+    for pid in filter(is_running, children):  # they outlive a killed torchrun, as without the backend
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.cold
+def test_a_script_ends_with_the_process_that_waits_for_it(shop: Shop) -> None:
+    ends = """
+Path(f"ready-{rank}").touch()
+if attempt == 0: time.sleep(300)
+time.sleep(1)
+pids = [json.loads(Path(f"0-{rank}.json").read_text())["pid"] for rank in (0, 1)]
+Path(f"alive-{rank}").write_text(str([pid for pid in pids if Path(f"/proc/{pid}").exists()]))
+"""
+    shop.write("own.py", SCRIPT + ends)
+    process = start(shop, "--max-restarts", "1")
+    os.kill(waiting_processes(process.pid)[0], signal.SIGKILL)
+    assert process.wait(timeout=60) == 0, (shop.path / "log").read_text()
+    assert [(shop.path / f"alive-{rank}").read_text() for rank in (0, 1)] == ["[]", "[]"]
+    assert record(shop, 0, 0)["parent"] == record(shop, 1, 0)["parent"], "the server is still there"
 
 
 @pytest.mark.cold
