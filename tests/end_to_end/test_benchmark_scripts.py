@@ -88,3 +88,9 @@ def test_a_slow_worker_is_measured_with_every_bound() -> None:
 def test_a_large_model_is_planned_from_its_config_to_the_answer() -> None:
     said = run("large.py --cases llama-8b")
     assert "llama-8b on 2x8xH100-80G" in said and "(replayed)" in said, said
+
+
+def test_uploads_are_broken_in_one_way_and_nothing_is_lost() -> None:
+    said = run("remote_checkpoints.py --ranks 1 --only half")
+    assert "2 situations; runs with other weights: 0; messages that were missing: 0" in said, said
+    assert "optimizer.safetensors has " in said
