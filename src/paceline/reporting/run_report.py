@@ -130,6 +130,7 @@ def _show_evaluation_texts(history: History) -> str:
 def _show_notes(history: History) -> str:
     lines = [str(e.get("text")) for e in history.events_of_kind("Note")]
     lines += [f"refused {e.get('path')}: {e.get('reason')}" for e in history.events_of_kind("CheckpointRefused")]
+    lines += [f"step {e.get('step')} not uploaded: {e.get('reason')}" for e in history.events_of_kind("UploadFailed")]
     banner = history.last_event("RunStarted").get("banner")
     items = "".join(f"<li>{escape(str(x))}</li>" for x in [*(banner if isinstance(banner, list) else []), *lines])
     return f"<section><h2>Decisions and notes</h2><ul>{items}</ul></section>" if items else ""

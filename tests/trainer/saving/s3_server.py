@@ -17,13 +17,14 @@ _SIGNED = {  # the server checks no signature, unless it is told to
     "Content-Type": "application/octet-stream",
 }
 _SERVER = """
-import logging, sys
+import logging, os, sys, threading
 from werkzeug.serving import make_server
 from moto.server import DomainDispatcherApplication, create_backend_app
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
 print(server.port, flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # whoever started it has ended
 server.serve_forever()
 """
 
@@ -101,7 +102,9 @@ class S3Server:
 
     @staticmethod
     def start() -> "S3Server":
-        process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         port = int(process.stdout.readline())
         return S3Server(process, port, Gate(port))

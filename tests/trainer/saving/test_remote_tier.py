@@ -18,6 +18,8 @@ from paceline.checkpoint.files.remote_folder import RemoteFolder
 from paceline.checkpoint.files.remote_store import RemoteError, RemoteStore, open_remote_store
 from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.events import CheckpointUploaded, Event, Note, UploadFailed
+from paceline.reporting.run_history import read_history
+from paceline.reporting.run_report import _show_notes
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving import remote_tier
 from paceline.trainer.saving.remote_start import RemoteConnection, _connect
@@ -166,6 +168,7 @@ def test_a_server_that_stays_away_is_said_and_the_same_command_uploads_later(
         assert "warning: step 12 is only on disk; the same command uploads it: s3://" in ended.out
         assert ended.err.splitlines()[-1].startswith("Stopped and saved. Resume: ") and shop.digest("run") == digest
         assert [event["is_final"] for event in events(shop, "UploadFailed")] == [False, True]
+        assert "step 12 not uploaded: s3://" in _show_notes(read_history(RunFolder(shop.path / "run")))
     finally:
         server.gate.open()
     assert server.latest(remote) == "step-00000004"

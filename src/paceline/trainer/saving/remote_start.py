@@ -63,7 +63,8 @@ class RemoteConnection:
 
         Raises:
             CheckpointError: the store has checkpoints, but none is intact.
-            RemoteError: the store can't be read.
+            MachineError: the server can't be reached.
+            UsageError: the store can't be read with these credentials.
             SaveError: there is no space on the disk.
         """
         if self.source is None:
@@ -72,10 +73,13 @@ class RemoteConnection:
         start_time = time.monotonic()
         refused: list[tuple[str, str]] = []
         path: Path | None
-        if self.step_name:
-            path = self.source.download(self.step_name, checkpoints)
-        else:
-            path, refused = self.source.download_newest(checkpoints)
+        try:
+            if self.step_name:
+                path = self.source.download(self.step_name, checkpoints)
+            else:
+                path, refused = self.source.download_newest(checkpoints)
+        except RemoteError as error:
+            raise error.start_error from None
         events: list[Event] = [CheckpointRefused(path=url, reason=reason) for url, reason in refused]
         if path is None and refused:
             raise CheckpointError(
