@@ -1,6 +1,7 @@
 """Saves in the background: the same training and the same checkpoints as without, whatever happens during the copy."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -152,21 +153,37 @@ def test_a_stop_during_the_copy_waits_for_it(shop: Shop, whole_digest: str) -> N
     assert shop.digest("cut") == whole_digest
 
 
-def test_a_disk_that_fills_up_during_the_copy_ends_the_run(shop: Shop, small_disk: Path) -> None:
+def test_a_disk_that_fills_up_during_the_copy_is_said_at_the_next_save(shop: Shop, small_disk: Path) -> None:
     shop.write("job.py", hooked(FILL))
     run = small_disk / "run"
     ended = shop.train(str(run), *WORDS, "--watch.to", "console")
-    assert ended.code == 3 and "SaveError: step 6 could not be written: No space left on device" in ended.err, (
-        ended.text
-    )
+    warning = "a checkpoint could not be saved: step 6 could not be written: No space left on device."
+    assert ended.out.count(f"warning: {warning}") == 1 and "disk is that of step 3" in ended.out, ended.text
+    assert ended.code == 3, ended.text
+    assert re.match(r"FAILED at step 12. First error: rank \d, SaveError: a checkpoint needs", ended.err), ended.err
     assert ended.err.splitlines()[-1].startswith("Resume: ")
-    logs = [(run / "logs" / "attempt-1" / f"rank-{rank}.log").read_text() for rank in range(2)]
-    assert "step 12 " not in logs[0], "the save of step 9 waits, and raises the error"
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
     assert_nothing_is_left(shop, str(run))
     (small_disk / "filler").unlink()
     resumed = shop.train(str(run), *WORDS, "--watch.to", "console")
     assert resumed.code == 0 and "resumed: step-00000003" in resumed.text, resumed.text
+
+
+def test_after_a_failed_copy_a_stop_still_saves(shop: Shop) -> None:
+    shop.write("job.py", hooked("raise OSError(5, os.strerror(5))"))
+    cut = shop.train("cut", *WORDS, "--faults", "stop rank=1 step=8")
+    assert cut.code == 75 and "step 6 could not be written: Input/output error" in cut.out, cut.text
+    names = [path.name for path in list_checkpoints(shop.path / "cut" / "checkpoints")]
+    assert names == ["step-00000003", "step-00000008"]
+    assert_nothing_is_left(shop, "cut")
+
+
+def test_a_first_copy_that_fails_ends_the_run(shop: Shop) -> None:
+    shop.write("job.py", hooked("raise OSError(5, os.strerror(5))"))
+    ended = shop.train("cut", "--checkpoint.background", "--checkpoint.every", "6", "--eval.every", "100", steps=18)
+    assert ended.code == 3 and "SaveError: step 6 could not be written: Input/output error" in ended.err, ended.text
+    assert list_checkpoints(shop.path / "cut" / "checkpoints") == []
+    assert_nothing_is_left(shop, "cut")
 
 
 def test_without_a_memory_folder_each_save_waits(shop: Shop) -> None:

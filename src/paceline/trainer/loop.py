@@ -312,6 +312,7 @@ class Loop:
         self._faults.fire("save", step=self.cursor.step)
         tolerating = self._checkpointer.tolerating_failure(is_final=not in_background)
         with tolerating as events, self._faults.full_disk(step=self.cursor.step):
+            self.event_bus.emit_all(self._checkpointer.complete())
             events += self._checkpointer.save(
                 cursor=self.cursor,
                 loader=self.loader,
@@ -371,9 +372,8 @@ class Loop:
         is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
         is_save_due = step % self.save_every == 0 or self._checkpointer.needs_trial
         if is_save_due or is_last_step or self.is_stopping:
-            self.progress.is_evaluation_pending = (
-                is_evaluation_due  # save before a due evaluation, because the evaluation may fail
-            )
+            # save before a due evaluation, because the evaluation may fail
+            self.progress.is_evaluation_pending = is_evaluation_due
             self.save(in_background=not (is_last_step or self.is_stopping))
         for checkpointer in self._background_checkpointers:
             self.event_bus.emit_all(checkpointer.take_events())

@@ -226,10 +226,10 @@ class Checkpointer:
         """Save the current state. Every rank must call this; a failure on one rank is raised on all.
 
         With `in_background`, and if the run `uses_background`, the checkpoint is written to disk after this call. A
-        failure is then raised by the next call of `save` or `complete`. A save waits for the one before.
+        failure is then reported by the next call of `save` or `complete`. A save waits for the one before.
 
         Raises:
-            CheckpointError: the checkpoint, or the one before, could not be written; older checkpoints are untouched.
+            CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
         """
         start_time, step = time.perf_counter(), cursor.step
         events = self.complete()
@@ -279,22 +279,33 @@ class Checkpointer:
         except SaveError as error:
             if is_final or self.last_saved < 0:
                 raise
-            self.last_started = self.last_saved
-            cause = f" Likely cause: {error.cause}." if error.cause else ""
-            text = (
-                f"a checkpoint could not be saved: {error.what} ({error.where}){cause} The training continues, and the "
-                f"next save tries again. The newest checkpoint on disk is that of step {self.last_saved}"
-            )
-            if self._world.is_main:
-                events.append(Note(text=text, level="warning"))
+            events += self._failure_warnings(error)
+
+    def _failure_warnings(self, error: SaveError) -> list[Event]:
+        """Return a warning, on rank 0, about a failed save of a run that has saved before."""
+        self.last_started = self.last_saved
+        cause = f" Likely cause: {error.cause}." if error.cause else ""
+        text = (
+            f"a checkpoint could not be saved: {error.what} ({error.where}){cause} The training continues, and the "
+            f"next save tries again. The newest checkpoint on disk is that of step {self.last_saved}"
+        )
+        return [Note(text=text, level="warning")] if self._world.is_main else []
 
     def complete(self) -> list[Event]:
-        """Wait until the last save is on disk. Every rank must call this; a failure is raised on all.
+        """Wait until the last save in the background is on disk, and return its event. Every rank must call this.
+
+        If the save failed, return a warning, because the caller saves next. The error is raised if the run has not
+        saved before.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; older checkpoints are untouched.
+            CheckpointError: the first checkpoint of the run could not be written.
         """
-        self._background.complete()
+        try:
+            self._background.complete()
+        except SaveError as error:
+            if self.last_saved < 0:
+                raise
+            return [*self._background.take_events(), *self._failure_warnings(error)]
         self.last_saved = self.last_started
         return self._background.take_events()
 
