@@ -139,9 +139,18 @@ class Events:
 def children(parent: int) -> list[int]:
     """The living children of a process."""
     try:
-        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        pids = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     except OSError:
         return []
+    return [pid for pid in pids if _is_alive(pid)]
+
+
+def _is_alive(pid: int) -> bool:
+    """False for a process that has ended and was not yet reaped: a kill of it would count as recovered."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
