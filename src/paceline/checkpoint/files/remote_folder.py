@@ -208,6 +208,7 @@ class RemoteFolder:
         """Remove a checkpoint, the manifest first, so that no reader takes the rest for a checkpoint."""
         names = sorted(files, key=lambda file: file != MANIFEST)
         self.store.remove([self._name(name, file) for file in names])
+        self.store.remove_empty_folder(f"{CHECKPOINTS}/{name}")
 
     def _damaged_error(self, step: str, file: str) -> RemoteError:
         url = self.step_url(step)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs":
 _READ_ONLY = ("http", "https", "data", "zip", "tar", "git", "github")
 _S3 = ("s3", "s3a")
 _BUCKETS = ("s3", "s3a", "gs", "gcs")  # their URLs begin with the name of a bucket
+_WITH_FOLDERS = ("file", "local", "sftp", "ssh", "hdfs", "smb")
 _PART_BYTES = 16 << 20  # of an upload or download in parts
 _MAX_PARTS, _PARALLEL_PARTS = 10_000, 4
 _BLOCK_BYTES = 8 << 20
@@ -205,6 +206,12 @@ class RemoteStore:
                     if _is_missing_bucket(error):
                         raise
 
+    def remove_empty_folder(self, name: str) -> None:
+        """Remove a folder without files, on stores that have folders."""
+        with self._convert_errors("emptied"), suppress(FileNotFoundError):
+            if self._protocol in _WITH_FOLDERS:
+                self._fs.rmdir(self._path(name))
+
     def upload(self, file: Path, name: str, *, on_bytes: Callable[[int], None]) -> None:
         """Upload a file. `on_bytes` is called with the size of each part that has arrived.
 
@@ -269,7 +276,7 @@ class RemoteStore:
         return {"chunksize": max(_PART_BYTES, -(-size // _MAX_PARTS)), "max_concurrency": _PARALLEL_PARTS}
 
     def _make_folder(self, name: str) -> None:
-        if self._protocol in ("file", "local", "sftp", "ssh", "hdfs", "smb"):
+        if self._protocol in _WITH_FOLDERS:
             self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _path(self, name: str) -> str:
