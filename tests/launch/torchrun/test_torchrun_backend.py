@@ -149,7 +149,8 @@ Path(f"ready-{rank}").touch()
 if attempt == 0: time.sleep(300)
 time.sleep(1)
 pids = [json.loads(Path(f"0-{rank}.json").read_text())["pid"] for rank in (0, 1)]
-Path(f"alive-{rank}").write_text(str([pid for pid in pids if Path(f"/proc/{pid}").exists()]))
+states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids if Path(f"/proc/{pid}").exists()]
+Path(f"alive-{rank}").write_text(str([state for state in states if state != "Z"]))
 """
     shop.write("own.py", SCRIPT + ends)
     process = start(shop, "--max-restarts", "1")

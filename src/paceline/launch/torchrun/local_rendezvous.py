@@ -26,8 +26,10 @@ from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.launch.torchrun.startup import sitecustomize
+from paceline.launch.torchrun.torchrun_backend import is_paceline_command
 
 BACKEND = "paceline"
+_TRAIN = "paceline.trainer.entrypoints:train"
 _STORE_TIMEOUT = timedelta(seconds=60)
 _BACKLOG = 1024
 _EXIT_SECONDS = 5.0
@@ -133,7 +135,7 @@ class ScriptServerProcess:
             self._process = subprocess.Popen(
                 [
                     sys.executable, *module_path_options(), "-u", "-m", "paceline.launch.torchrun.script_server",
-                    str(os.getpid()), str(listener.fileno()),
+                    str(os.getpid()), str(listener.fileno()), _TRAIN if is_paceline_command(sys.argv) else "",
                 ],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

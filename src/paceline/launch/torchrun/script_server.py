@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from paceline.plugins import resolve
 _RECEIVE_SECONDS = 10.0
 _NUM_STREAMS = 3
 _MAX_SIGNAL_BYTES = 64
+_LINGER_SECONDS = 2.0  # for which the kernel shows the exit code of a script to the other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class ScriptServer:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._scripts: dict[int, _Script] = {}
+        self._ended: dict[int, float] = {}  # when to reap a script that has ended, by its process id
         self._wake_reader, self._wake_writer = socket.socketpair()
 
     def serve(self) -> NoReturn:
@@ -58,15 +61,16 @@ class ScriptServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(timeout=_LINGER_SECONDS if self._ended else None):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_reader:
                     with suppress(BlockingIOError):
                         self._wake_reader.recv(4096)
-                    self._reap()
+                    self._report_ended()
                 elif key.data in self._scripts:  # else it has ended a moment ago
                     self._forward_signals(self._scripts[key.data])
+            self._reap()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -110,18 +114,13 @@ class ScriptServer:
         for number in numbers or (signal.SIGKILL,):
             _signal_group(script.pid, number)
 
-    def _reap(self) -> None:
+    def _report_ended(self) -> None:
         """Report the scripts that have ended, and kill what a failed one has left running, such as data workers."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
-            script, code = self._scripts.pop(pid, None), os.waitstatus_to_exitcode(status)
-            if script is None:
+        for pid, script in list(self._scripts.items()):
+            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is None:
                 continue
+            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
             if code:
                 _signal_group(pid, signal.SIGKILL)
             with suppress(KeyError, ValueError):
@@ -129,6 +128,15 @@ class ScriptServer:
             with suppress(OSError):
                 script.connection.send(STATUS.pack(code))
             script.connection.close()
+            del self._scripts[pid]
+            self._ended[pid] = time.monotonic() + _LINGER_SECONDS
+
+    def _reap(self) -> None:
+        """Let go of the scripts that ended a while ago."""
+        for pid, due in list(self._ended.items()):
+            if time.monotonic() >= due:
+                os.waitpid(pid, 0)
+                del self._ended[pid]
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -225,11 +233,15 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Import torch, and serve the workers of the torchrun agent in `arguments`: its process id, and the socket."""
-    die_with_parent(int(arguments[0]))
-    listener = socket.socket(fileno=int(arguments[1]))
+    """Import torch, and serve the workers of a torchrun agent.
+
+    `arguments` are the agent's process id, the socket, and a function of Paceline whose module is imported too, or "".
+    """
+    agent, descriptor, entry = arguments
+    die_with_parent(int(agent))
+    listener = socket.socket(fileno=int(descriptor))
     listener.set_inheritable(False)
-    preload_worker()
+    preload_worker(entry)
     ScriptServer(listener).serve()
 
 
