@@ -15,7 +15,7 @@ NOISY = """
     global calls
     calls += 1
     rank = os.environ["RANK"]
-    print(f"hello from {rank}\n", end="")  # in one write, because those of two ranks mix
+    print(f"hello from {rank}\\n", end="")  # in one write, because those of two ranks mix
     os.system(f"echo child of {rank}")
     if os.environ.get("HANGS") and rank == "1" and calls == 3: time.sleep(3600)  # here
     if rank == "1" and calls == 4: raise ValueError("not today")
