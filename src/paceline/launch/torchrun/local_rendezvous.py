@@ -124,7 +124,7 @@ class ScriptServerProcess:
 
     def start(self) -> None:
         """Start the server, unless it is running. Without a server, workers start as usual."""
-        if sys.platform != "linux" or (self._process is not None and self._process.poll() is None):
+        if sys.platform != "linux" or self._is_running():
             return
         self.close()
         name = f"paceline-scripts-{secrets.token_hex(16)}"
@@ -146,6 +146,17 @@ class ScriptServerProcess:
             os.environ[sitecustomize.AGENT] = str(os.getpid())
             os.environ[sitecustomize.MODULE_PATH] = self._module_path
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, self._module_path]))
+
+    def _is_running(self) -> bool:
+        """Return whether the server accepts connections. A killed one has closed its socket before it can be reaped."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(f"\0{os.environ[sitecustomize.ADDRESS]}")
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the server, and restore the environment."""
