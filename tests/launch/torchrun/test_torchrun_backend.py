@@ -86,7 +86,10 @@ atexit.register(print, "the end of", rank)
     ended = torchrun(shop, "--nproc-per-node", "2", "--max-restarts", "5", "own.py", "--lr", "1e-3")
     assert ended.code == 0 and ended.out.split("\n").count("the end of 0") == 1, ended.text
     found = [[record(shop, attempt, rank) for rank in (0, 1)] for attempt in range(6)]
-    assert all(one["torch"] for pair in found for one in pair), "each was forked"
+    assert all(one["torch"] for pair in found for one in pair), [
+        "each was forked",
+        [[one["torch"] for one in pair] for pair in found],
+    ]
     servers = [{one["parent"] for one in pair} for pair in found]
     assert all(len(pair) == 1 for pair in servers) and servers[0] == servers[2] != servers[3] == servers[5]
     one = found[0][1]
