@@ -90,17 +90,17 @@ def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[st
     return expanded
 
 
-def expand_rank_range(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--ranks 2:4` expanded to `--ranks 4 --survive.min_ranks 2`."""
-    expanded = list(arguments)
+def expand_rank_range(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments with `--ranks 2:4` as `--ranks 4`, and the setting `--survive.min_ranks 2`, if any."""
+    expanded, settings = list(arguments), list[str]()
     for position, word in enumerate(arguments):
         value = word.removeprefix("--ranks=") if word.startswith("--ranks=") else word
         is_value = value != word or (position > 0 and arguments[position - 1] == "--ranks")
         match = re.fullmatch(r"(\d+):(\d+)", value) if is_value else None
         if match:
             expanded[position] = word.replace(value, match[2])
-            expanded += ["--survive.min_ranks", match[1]]
-    return expanded
+            settings = ["--survive.min_ranks", match[1]]
+    return expanded, settings
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -143,7 +143,10 @@ def _run_verb(arguments: list[str]) -> int:
         raise UsageError(
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
-    verb_arguments, settings = split_settings(expand_rank_range(expand_bare_flag(arguments[1:], "--resume", "newest")))
+    verb_arguments, settings = split_settings(expand_bare_flag(arguments[1:], "--resume", "newest"))
+    if verb == "train":
+        verb_arguments, minimum = expand_rank_range(verb_arguments)
+        settings += minimum
     row = VERBS[verb]
     option_class = row.option_class()
     if {"-h", "--help"} & set(verb_arguments):

@@ -222,6 +222,8 @@ def test_without_a_readable_mark_the_newest_whole_one_is_taken(tmp_path: Path) -
         ("/mnt/backup", "--checkpoint.remote file:///mnt/backup"),
         ("memory://a", "is the memory of one process"),
         ("s3://KEYKEYKEY:hunter22@bucket/a", "contains a user name, a password"),
+        ("s3://KEYKEYKEY:hunter/22@bucket/a", "contains a user name, a password"),
+        ("s3://bucket/KEYKEYKEY:hunter22@a", "contains a user name, a password"),
         ("s3://bucket/a?secret=hunter22", "contains a user name, a password"),
         ("s3://", "names no bucket"),
         ("file://a", "is not an absolute path"),

@@ -5,6 +5,7 @@ import io
 import os
 import shlex
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,25 @@ def shell(shop: Shop, words: tuple[str, ...], rest: str, **environ: str) -> tupl
         check=False,
     )
     return (shop.path / "code").read_text().strip(), done.stdout, done.stderr
+
+
+def test_a_log_on_a_disk_that_is_full_for_a_while_gets_later_lines(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from paceline.console.output import print_line, take_dropped_note\n"
+        "print_line('before')\n"
+        "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))\n"
+        "print_line('while it is full')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
+        "print_line('after')\n"
+        "print_line(take_dropped_note())\n"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        assert subprocess.run([sys.executable, "-c", code], stdout=file, check=False).returncode == 0
+    lines = log.read_text().splitlines()
+    assert lines[0] == "before" and lines[-2:] == [
+        "after",
+        "the console can't be written to, and output is lost: File too large",
+    ], lines

@@ -68,10 +68,19 @@ def test_a_disk_that_is_full_in_one_save_only_leaves_out_this_save(shop: Shop, b
     assert ended.code == 0, ended.text
     text = " ".join(ended.text.split())
     assert "a checkpoint could not be saved: " in text and "next save tries again" in text, ended.text
-    assert "The newest checkpoint on disk is that of step 4" in text
+    assert "The newest checkpoint on disk is step-00000004" in text
     saved = sorted(path.name for path in (shop.path / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000004", "step-00000010", "step-00000012"], "step 10 was the best"
     assert shop.digest("run") == shop.digest("whole")
+
+
+def test_a_full_disk_after_a_restart_from_memory_only_leaves_out_the_save(shop: Shop) -> None:
+    words = (*WORDS, "--survive.restarts", "3", "--checkpoint.memory_every", "1", "--eval.every", "100")
+    ended = shop.train("run", *words, "--faults", "kill rank=1 step=7; disk_full rank=0 step=8 attempt=2")
+    assert ended.code == 0 and "(memory)" in ended.text, ended.text
+    assert "The newest checkpoint on disk is step-00000004" in " ".join(ended.text.split()), ended.text
+    saved = sorted(path.name for path in (shop.path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000004", "step-00000012"]
 
 
 @pytest.mark.parametrize("step", [4, 12])

@@ -158,7 +158,7 @@ def test_a_disk_that_fills_up_during_the_copy_is_said_at_the_next_save(shop: Sho
     run = small_disk / "run"
     ended = shop.train(str(run), *WORDS, "--watch.to", "console")
     warning = "a checkpoint could not be saved: step 6 could not be written: No space left on device."
-    assert ended.out.count(f"warning: {warning}") == 1 and "disk is that of step 3" in ended.out, ended.text
+    assert ended.out.count(f"warning: {warning}") == 1 and "disk is step-00000003" in ended.out, ended.text
     assert ended.code == 3, ended.text
     assert re.match(r"FAILED at step 12. First error: rank \d, SaveError: a checkpoint needs", ended.err), ended.err
     assert ended.err.splitlines()[-1].startswith("Resume: ")

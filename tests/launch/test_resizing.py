@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from paceline.cli import expand_rank_range
-from paceline.errors import ExitCode
+from paceline.comm import process_group
+from paceline.errors import ExitCode, MachineError
 from paceline.launch.agent.restart_policy import (
     AttemptEnded,
     EndRun,
@@ -60,13 +62,51 @@ def test_a_rank_whose_replacements_fail_for_long_is_lost() -> None:
     assert text.endswith("rank 3 could not be replaced; continuing with 3 ranks of 4"), text
 
 
-def test_one_kill_or_a_kill_of_another_rank_loses_none() -> None:
+def restart_until_the_end(policy: RestartPolicy, *failures: Failure, reached: int = 20) -> tuple[int, float]:
+    """The failures follow each other, a second apart. Return the last number of ranks, and the time of the end."""
+    ranks, time = 4, 0.0
+    for number in range(100):
+        actions = policy.handle(lost(time, failures[number % len(failures)], reached=reached))
+        time += 1.0
+        while not isinstance(actions[-1], StartAttempt | EndRun):
+            time += 0.5
+            actions = [*actions, *policy.handle(TimePassed(time=time))]
+        if isinstance(actions[-1], EndRun):
+            return ranks, time
+        ranks = actions[-1].ranks
+    raise AssertionError("the run restarts without end")
+
+
+def test_one_failure_before_a_step_loses_no_rank() -> None:
     policy = started(4, 3, replace_seconds=0.0)
-    for failure in (KILL, replace(KILL, rank=1), KILL):
-        actions = policy.handle(lost(1.0, failure))
+    for number in range(3):
+        actions = policy.handle(lost(number + 0.1))
         actions = actions if isinstance(actions[0], StartAttempt) else policy.handle(TimePassed(time=99.0))
-        assert actions == [StartAttempt(after=failure, ranks=4)]
-        policy.handle(lost(2.0, failure, reached=25))  # all ranks worked
+        assert actions == [StartAttempt(after=KILL, ranks=4)]
+        policy.handle(replace(lost(number + 0.2, reached=25), saved_step=30 + number))  # all ranks worked
+
+
+def test_ranks_that_fail_in_turn_are_lost_too_and_the_run_ends_with_the_fewest() -> None:
+    ranks, time = restart_until_the_end(started(4, 3), KILL, replace(KILL, rank=2))
+    assert ranks == 3 and 10.0 < time < 60.0
+
+
+def test_failures_after_a_step_or_of_the_fork_server_end_the_run_as_without_fewer_ranks() -> None:
+    assert restart_until_the_end(started(4, 3), KILL, reached=21)[0] == 4
+    assert restart_until_the_end(started(4, 3), replace(KILL, rank=-1))[0] == 4
+    error = replace(KILL, kind="ValueError", message="no")
+    errors = [replace(error, step=step) for step in range(21, 40)]
+    assert restart_until_the_end(started(4, 3), *errors, reached=21)[0] == 4
+
+
+@pytest.mark.parametrize("code", [1, ExitCode.REFUSED])
+def test_any_error_of_a_try_to_grow_ends_only_the_try(code: int) -> None:
+    policy = started(4, 3)
+    lose_rank(policy)
+    policy.handle(SaveCompleted(time=80.0))
+    policy.handle(replace(STOPPED, time=81.0))
+    error = replace(KILL, kind="RuntimeError", message="something of the driver")
+    assert policy.handle(lost(82.0, error, code=code))[-1] == StartAttempt(after=error, ranks=3)
 
 
 def test_without_fewer_ranks_the_limit_of_restarts_ends_the_run() -> None:
@@ -89,8 +129,11 @@ def test_a_run_with_the_fewest_ranks_ends_after_the_limit() -> None:
     assert isinstance(policy.handle(lost(9.0))[-1], EndRun)
 
 
-def test_a_missing_device_is_waited_for_and_then_given_up() -> None:
-    missing = replace(KILL, kind="RuntimeError", message="CUDA error: invalid device ordinal")
+def test_a_missing_device_is_waited_for_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(MachineError) as raised:
+        process_group._device("cuda", 3)
+    missing = replace(KILL, kind="MachineError", message=raised.value.what)
     policy = started(4, 3, replace_seconds=1.0)
     assert policy.handle(lost(0.0, missing)) == [StartAttempt(after=missing, ranks=4)]
     assert policy.handle(lost(0.5, missing)) == [StartAttempt(after=missing, ranks=4)]
@@ -145,10 +188,10 @@ def test_a_run_that_is_done_or_that_a_user_stops_does_not_grow(end: AttemptEnded
 
 
 @pytest.mark.parametrize(("words", "expanded"), [
-    (["job.py", "--ranks", "2:4"], ["job.py", "--ranks", "4", "--survive.min_ranks", "2"]),
-    (["--ranks=2:4", "job.py"], ["--ranks=4", "job.py", "--survive.min_ranks", "2"]),
-    (["--ranks", "4", "--data.path", "2:4"], ["--ranks", "4", "--data.path", "2:4"]),
-    (["--faults", "kill rank=1 step=2"], ["--faults", "kill rank=1 step=2"]),
+    (["job.py", "--ranks", "2:4"], (["job.py", "--ranks", "4"], ["--survive.min_ranks", "2"])),
+    (["--ranks=2:4", "job.py"], (["--ranks=4", "job.py"], ["--survive.min_ranks", "2"])),
+    (["--ranks", "4", "--run-dir", "2:4"], (["--ranks", "4", "--run-dir", "2:4"], [])),
+    (["--faults", "kill rank=1 step=2"], (["--faults", "kill rank=1 step=2"], [])),
 ])  # fmt: skip
-def test_a_range_of_ranks_is_a_setting(words: list[str], expanded: list[str]) -> None:
+def test_a_range_of_ranks_is_a_setting(words: list[str], expanded: tuple[list[str], list[str]]) -> None:
     assert expand_rank_range(words) == expanded

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -12,7 +13,9 @@ from typing import TextIO
 
 from paceline.console.escaping import encodable_text
 
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_AGE_SECONDS = 86400.0  # of a file with captured output
+_reported_reasons: set[str] = set()  # why a log could not be written; each is reported once
 _drop_reasons: list[str] = []  # why output was dropped since the last note
 
 
@@ -25,6 +28,8 @@ def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> N
 def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
     """Call `write`, which writes to a stream that may be closed, full or non-blocking. On an error, silence the stream.
 
+    A log on a disk that is full loses this text only, because there may be space again later.
+
     Return the error, or None if the text was written or the reader has exited. An `OSError` never ends a run.
     """
     with suppress(OSError, ValueError):  # a stream that is no file
@@ -33,9 +38,15 @@ def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
     try:
         write()
     except OSError as error:
-        silence_stream(stream)
-        if stream is not sys.stderr:
-            _drop_reasons.append(error.strerror or str(error))
+        is_full_log = error.errno in _DISK_FULL_ERRORS and _is_regular_file(stream)
+        if not is_full_log:
+            silence_stream(stream)
+        reason = error.strerror or str(error)
+        if stream is not sys.stderr and not (is_full_log and reason in _reported_reasons):
+            _drop_reasons.append(reason)
+        if is_full_log:
+            _reported_reasons.add(reason)
+            return error
         if is_reader_gone(error):
             return None
         if stream is not sys.stderr:
@@ -48,7 +59,14 @@ def take_dropped_note() -> str:
     """Return a note for the run's events if output was dropped since the last call; otherwise an empty text."""
     reasons = ", ".join(dict.fromkeys(_drop_reasons))
     _drop_reasons.clear()
-    return f"the console can't be written to and is silent from here on: {reasons}" if reasons else ""
+    return f"the console can't be written to, and output is lost: {reasons}" if reasons else ""
+
+
+def _is_regular_file(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # a stream that is no file
+        return False
 
 
 def is_reader_gone(error: OSError) -> bool:

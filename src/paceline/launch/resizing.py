@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.config.settings import Survive
 from paceline.console.formatting import plural
-from paceline.launch.failures.failure_record import FORKSERVER_RANK, Failure
+from paceline.launch.failures.failure_record import Failure
 
 _GROW_FACTOR = 6  # a run is small for at least this many times `replace_seconds`
 _MAX_GROW_SECONDS = 3600.0
@@ -16,16 +16,15 @@ _MAX_GROW_SECONDS = 3600.0
 class Resizing:
     """The current number of ranks of a run, and how long a lost rank has failed to return.
 
-    `counts` has the possible numbers of ranks, the largest first. A rank is lost if its replacements fail before they
-    complete a step, for `replace_seconds`. The run then continues with the next smaller number. After six times that
-    long, at its next save, it tries the largest number again. After each such try that fails, it waits twice as long.
+    `counts` has the possible numbers of ranks, the largest first. A rank is lost if attempts fail before they complete
+    a step, for `replace_seconds`. The run then continues with the next smaller number. After six times that long, at
+    its next save, it tries the largest number again. After each such try that fails, it waits twice as long.
     """
 
     def __init__(self, counts: Sequence[int], *, replace_seconds: float = Survive().replace_within) -> None:
         self._counts = tuple(counts)
         self._replace_seconds = replace_seconds
         self._index = 0
-        self._lost_rank = FORKSERVER_RANK
         self._lost_since: float | None = None
         self._is_growing = False
         self._grow_seconds = _GROW_FACTOR * replace_seconds
@@ -53,16 +52,25 @@ class Resizing:
             self._grow_seconds = _GROW_FACTOR * self._replace_seconds
         self._is_growing = False
 
+    @property
+    def is_growing(self) -> bool:
+        """Return whether the current attempt tries the largest number again, and no attempt has worked with it yet."""
+        return self._is_growing
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether attempts fail before their first step, and the ranks still have time to return."""
+        return self._lost_since is not None
+
     def shrink_if_lost(self, failure: Failure, *, time: float) -> str:
         """Record a failure before the first step of an attempt. Return why the run shrinks; "" if it does not yet."""
         if not self.can_shrink or failure.rank < 0:
+            self._lost_since = None
             return ""
-        if self._lost_since is None or failure.rank != self._lost_rank:
-            self._lost_rank, self._lost_since = failure.rank, time
-            if not self._is_growing:  # the first failure may have any cause
-                return ""
-        seconds = time - self._lost_since
-        if seconds < self._replace_seconds and not self._is_growing:
+        if self._lost_since is None:
+            self._lost_since = time  # the first failure may have any cause
+            return ""
+        if time - self._lost_since < self._replace_seconds:
             return ""
         return self.shrink(f"rank {failure.rank} could not be replaced", time=time)
 

@@ -310,9 +310,9 @@ class Loop:
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         self._logger.report_staleness(step=self.cursor.step)
         self._faults.fire("save", step=self.cursor.step)
+        self.event_bus.emit_all(self._checkpointer.complete())
         tolerating = self._checkpointer.tolerating_failure(is_final=not in_background)
         with tolerating as events, self._faults.full_disk(step=self.cursor.step):
-            self.event_bus.emit_all(self._checkpointer.complete())
             events += self._checkpointer.save(
                 cursor=self.cursor,
                 loader=self.loader,
@@ -416,7 +416,7 @@ class Loop:
         If the step has no checkpoint, save one if the step is the best so far or the run is stopping.
         """
         if self._checkpointer.last_started == self.cursor.step:
-            self._checkpointer.amend(progress=self.progress.as_json(), is_best=is_best)
+            self.event_bus.emit_all(self._checkpointer.amend(progress=self.progress.as_json(), is_best=is_best))
             if is_best:
                 self.event_bus.emit(Note(text=f"step {self.cursor.step} is the best so far"))
         elif is_best or self.is_stopping:

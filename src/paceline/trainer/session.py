@@ -46,7 +46,7 @@ from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forec
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
 from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.loop import Loop
-from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer, run_identity
+from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer
 from paceline.trainer.saving.final_weights import best_weights_notes, write_final_weights
 from paceline.trainer.saving.grace_period import watch_grace_period
 from paceline.trainer.saving.memory_tier import open_memory_tier
@@ -60,6 +60,7 @@ from paceline.trainer.saving.resume_run import (
     restore_progress,
 )
 from paceline.trainer.saving.rollback import open_rollback
+from paceline.trainer.saving.run_identity import run_identity
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, format_interval, requested_length
 from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties

@@ -85,7 +85,8 @@ def check_remote_url(url: str, *, name: str = _SETTING) -> None:
         is_path = url.startswith(("/", ".", "~"))
         hint = f"--{name} file://{Path(url).expanduser().absolute()}" if is_path else example
         raise UsageError(f"{name} {remove_secrets(url)} is not a URL.", hint=hint)
-    if "@" in rest.partition("/")[0] or "?" in rest:
+    is_path = protocol in ("file", "local")
+    if "?" in rest or (not is_path and ("@" in rest or ":" in rest.partition("/")[0])):
         raise UsageError(
             f"{name} contains a user name, a password or a query.",
             cause="the URL is written to logs and to the run folder, where a secret could be read",
@@ -117,7 +118,7 @@ def _check_packages(protocol: str, *, url: str, name: str) -> None:
 def remove_secrets(text: str) -> str:
     """Return a message without the values of secrets in the environment, queries of URLs, and users in URLs."""
     text = re.sub(r"\?[^\s\"'<>]+", "", text)
-    text = re.sub(r"//[^/@\s\"']+@", "//", text)
+    text = re.sub(r"//[^\s\"']+@", "//", text)
     environment = {**os.environ, **_fsspec_options()}
     secret_names = [name for name in environment if holds_secret([name]) or name.endswith(("_KEY_ID", ".key"))]
     for value in sorted((environment[name] for name in secret_names), key=len, reverse=True):

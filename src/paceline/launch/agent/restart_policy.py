@@ -22,7 +22,8 @@ _CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _STOP_REASON = "Not restarted: a stop was requested."
 _NUMBER = re.compile(r"\d+")
 _DEVICE_ERROR = re.compile(
-    r"invalid device ordinal|no CUDA-capable device|CUDA error: .*(ECC|hardware|busy or unavailable)"
+    r"this rank needs GPU \d|No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal|"
+    r"CUDA error: (unspecified launch failure|.*ECC|.*hardware|.*busy or unavailable)"
 )
 _IMMEDIATE_RESTARTS = 2
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS, _MAX_DOUBLINGS = 1.0, 30.0, 8
@@ -128,6 +129,8 @@ class RestartPolicy:
         self._restart_time = 0.0
         self._is_stop_requested = False
         self._resizing = Resizing(())
+        self._is_waiting_for_rank = False  # the last failure may be that of a rank that is not back yet
+        self._num_waits = 0  # restarts for such failures, which `Resizing` limits
         self._is_resizing = False  # the current attempt was asked to stop for another number of ranks
 
     @property
@@ -166,18 +169,21 @@ class RestartPolicy:
         if self._is_stop_requested:
             return [EndRun(reason=_STOP_REASON)]
         if event.saved_step > self._saved_step:
-            self._num_restarts = 0
+            self._num_restarts = self._num_waits = 0
         self._saved_step = max(self._saved_step, event.saved_step)
         if is_rollback:  # `train.max_rollbacks` limits their number
             return [self._start_attempt(after=failure)]
         line = self._resize_text(event, failure)
         if line:
-            self._num_restarts = 0
+            self._num_restarts = self._num_waits = 0
             return [PrintLine(text=f"{failure.summary}: {line}"), self._start_attempt(after=failure)]
         reason = self._reason_to_end(event, failure)
         if reason is not None:
             return [EndRun(reason=reason)]
-        self._num_restarts += 1
+        if self._is_waiting_for_rank:
+            self._num_waits += 1
+        else:
+            self._num_restarts += 1
         self._previous_end, self._pending_failure = event, failure
         delay = self._delay_seconds()
         self._restart_time = event.time + delay
@@ -190,14 +196,19 @@ class RestartPolicy:
 
     def _resize_text(self, event: AttemptEnded, failure: Failure) -> str:
         """Return the line that says why the run continues with fewer ranks; "" if it does not."""
+        self._is_waiting_for_rank = False
         if event.reached_step > event.start_step:
             self._resizing.record_progress()
             return ""
+        if self._resizing.is_growing:  # the smaller number worked, so any error shows that a rank is not back
+            return self._resizing.shrink("not all ranks are back", time=event.time)
         if event.exit_code == ExitCode.REFUSED and self._resizing.is_small and self._resizing.can_shrink:
             return self._resizing.shrink("this number of ranks does not fit the job", time=event.time)
         if not has_external_cause(failure) and not is_device_error(failure):
             return ""
-        return self._resizing.shrink_if_lost(failure, time=event.time)
+        line = self._resizing.shrink_if_lost(failure, time=event.time)
+        self._is_waiting_for_rank = self._resizing.is_waiting and not line
+        return line
 
     def _reason_to_end(self, event: AttemptEnded, failure: Failure) -> str | None:
         """Return why the run is not restarted, as text for the screen; None if it is restarted."""
@@ -206,8 +217,7 @@ class RestartPolicy:
         if failure.is_short_of_memory and event.saved_step <= event.start_step:
             return ""
         is_resumed_desync = failure.kind == DesyncError.__name__ and event.start_step > 0  # earlier steps were right
-        may_return = is_device_error(failure) and self._resizing.can_shrink
-        is_external = has_external_cause(failure) or may_return
+        is_external = has_external_cause(failure) or self._is_waiting_for_rank
         if not is_external and event.reached_step <= event.start_step and not is_resumed_desync:
             return ""  # no step completed: the job itself has an error
         may_repeat = _is_crash(failure) or _is_killed_data_worker(failure) or failure.kind == TIMEOUT
@@ -215,7 +225,7 @@ class RestartPolicy:
         if is_repeatable and is_same_end(event, self._previous_end):
             place = f"at step {failure.step}" if failure.step else f"after step {event.reached_step}"
             return f"Not restarted again: the same error {place} ended the attempt before."
-        if self._num_restarts >= self._max_restarts and not self._resizing.can_shrink:
+        if self._num_restarts >= self._max_restarts and not self._is_waiting_for_rank:
             return (
                 f"Not restarted again: {plural(self._num_restarts, 'restart')} without a new checkpoint "
                 "(survive.restarts)."
@@ -227,12 +237,15 @@ class RestartPolicy:
 
         The second restart is immediate because one fault may kill a process again while the run restarts.
         """
-        if self._num_restarts <= _IMMEDIATE_RESTARTS:
+        num_attempts = self._num_restarts + self._num_waits
+        if num_attempts <= _IMMEDIATE_RESTARTS:
             return 0.0
-        doublings = min(self._num_restarts - _IMMEDIATE_RESTARTS - 1, _MAX_DOUBLINGS)
+        doublings = min(num_attempts - _IMMEDIATE_RESTARTS - 1, _MAX_DOUBLINGS)
         return min(_MAX_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2.0**doublings)
 
     def _waiting_text(self, failure: Failure, *, delay: float) -> str:
+        if self._is_waiting_for_rank:
+            return f"{failure.summary}; trying again in {delay:.0f} s"
         return (
             f"{failure.summary}; restarting in {delay:.0f} s "
             f"(restart {self._num_restarts} of {self._max_restarts} without a new checkpoint)"

@@ -21,4 +21,5 @@ Start with `checkpointer.py`.
 - `resume_run.py`: Resume a run: the choice of a checkpoint, the checks of what has changed, and the loading of its
   state.
 - `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.
+- `run_identity.py`: The identity of a run: the properties that it must still have when it is resumed.
 """

@@ -16,6 +16,8 @@ from paceline.filesystem.run_lock import FolderIdentity
 from paceline.trainer.saving.background_thread import BackgroundThread
 from paceline.trainer.saving.memory_folder import MemoryCheckpoint, MemoryFolder
 
+_POLL_SECONDS = 1.0
+
 
 class BackgroundSaves:
     """The saves in the background of one run. At most one is being written to disk.
@@ -80,11 +82,23 @@ class BackgroundSaves:
         if not self.is_writing or self._memory is None:
             return
         self.is_writing = False
+        problem: CheckpointError | None = None
         try:
             self._memory.complete()
+        except CheckpointError as error:
+            problem = error
+        self._wait_until_copied()  # also after an error, because the copy still reads the memory
+        try:
             run_on_all_ranks(self._world, self._wait_for_copy)
         finally:
             self._memory.take_back()
+        if problem is not None:
+            raise problem
+
+    def _wait_until_copied(self) -> None:
+        """Wait for the thread of rank 0, in short collectives: a slow disk must not look like a rank that hangs."""
+        while not self._world.share_json(self._thread.is_idle(seconds=_POLL_SECONDS) if self._world.is_main else None):
+            pass
 
     def take_events(self) -> list[Event]:
         """Return the events of saves that have been committed on disk since the last call. Only rank 0 has any."""

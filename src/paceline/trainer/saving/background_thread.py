@@ -36,6 +36,12 @@ class BackgroundThread:
         if error is not None:
             raise error
 
+    def is_idle(self, *, seconds: float) -> bool:
+        """Return whether the thread has nothing left to do, at the latest after `seconds`."""
+        functions = self._functions
+        with functions.all_tasks_done:
+            return functions.all_tasks_done.wait_for(lambda: not functions.unfinished_tasks, timeout=seconds)
+
     def close(self) -> None:
         """Wait for the functions that were added, and end the thread. Errors are dropped."""
         if self._thread is not None:

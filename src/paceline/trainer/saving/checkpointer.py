@@ -13,18 +13,19 @@ from paceline.checkpoint.collective_write import write_checkpoint
 from paceline.checkpoint.error_feedback_state import collect_error_feedback
 from paceline.checkpoint.files.checkpoint_folder import (
     BEST,
+    LATEST,
     OpenCheckpoint,
+    has_saves,
     is_mark_broken,
     mark_best,
     prune_checkpoints,
+    resolve_mark,
     step_name,
 )
 from paceline.checkpoint.files.manifest import update_state
-from paceline.checkpoint.lr_schedule_state import describe_schedules
-from paceline.checkpoint.optimizer_state import OptimizerShards, group_names, local_state, optimizer_scalars
+from paceline.checkpoint.optimizer_state import OptimizerShards, local_state, optimizer_scalars
 from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
 from paceline.checkpoint.resume_checks import record_settings
-from paceline.checkpoint.state_dict_view import view_state_dict
 from paceline.checkpoint.train_state import (
     TrainState,
     collect_files,
@@ -40,11 +41,9 @@ from paceline.events import CheckpointSaved, Event, Note
 from paceline.filesystem.atomic_files import folder_bytes
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import FolderIdentity
-from paceline.launch.launcher import kernel_fingerprint
 from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
-from paceline.step.update_rules import step_rule
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
@@ -65,45 +64,6 @@ def build_train_state(setup: TrainingSetup) -> TrainState:
             parameters=setup.named_parameters, sharded=setup.optim_shards, world=setup.site
         ),
     )
-
-
-def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
-    """Return the properties that a run must still have when it is resumed, as JSON. Every rank must call this.
-
-    `num_samples` is None for a stream. `data` is the fingerprint of the data. `job` is the name of the job's file, or
-    empty for a Python object, which has none.
-    """
-    train_state = build_train_state(setup)
-    groups = group_names(setup.update.optimizers, train_state.optimizer_shards)
-    optimizers = [
-        {
-            "kind": type(o).__name__,
-            "groups": [len(names) for names in parameter_names],
-            "options": options,
-            "names": parameter_names,
-        }
-        for o, parameter_names, options in zip(setup.update.optimizers, groups, setup.initial_options, strict=True)
-    ]
-    return {
-        "model": view_state_dict(setup.model, weights=setup.weights, world=setup.site).structure,
-        "job": job,
-        "data": {"num_samples": num_samples, "fingerprint": data},
-        "seed": setup.settings.seed,
-        "global_batch_size": setup.plan.global_batch_size,
-        "micro_batch_size": setup.plan.micro_batch_size,
-        "optimizer": optimizers,
-        "schedule": describe_schedules(setup.update.lr_schedulers, setup.update.optimizers, setup.initial_options),
-        "max_grad_norm": setup.settings.train.max_grad_norm,
-        "ema": setup.job.ema,
-        "exact": setup.settings.train.exact,
-        "kernels": kernel_fingerprint(),
-        "precision": setup.settings.train.precision,
-        "buffers": setup.settings.train.buffers,
-        "drop_last": setup.settings.data.drop_last,
-        "sample_seeds": setup.settings.data.sample_seeds,
-        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.parallelized_model.pipeline_model),
-        "compress": setup.plan.compress,
-    }
 
 
 class RuleState(Protocol):
@@ -172,6 +132,8 @@ class Checkpointer:
     -1 if there is no such checkpoint. `last_started` also counts a save that is still written in the background. Both
     are equal on all ranks.
 
+    `has_saved` says whether the run folder has a checkpoint; one in memory does not count.
+
     `needs_trial` is True until the first save of a new run with a grace period (`survive.grace`). Such a run saves
     after its first step, to find out how long a save takes. An additional save would change an asynchronous run.
     """
@@ -183,6 +145,7 @@ class Checkpointer:
         folder: Path,
         identity: Mapping[str, Any],
         resumed_checkpoint: OpenCheckpoint | None,
+        has_saved: bool,
         memory: MemoryFolder | None = None,
         remote_tier: RemoteTier | None = None,
     ) -> None:
@@ -199,7 +162,8 @@ class Checkpointer:
         )
         self.last_started = self.last_saved
         has_grace_period = setup.settings.survive.grace is not None and setup.plan.update_rule.is_synchronous
-        self.needs_trial = has_grace_period and self.last_saved < 0
+        self.has_saved = has_saved
+        self.needs_trial = has_grace_period and not has_saved
         self.memory = memory
         self._background = BackgroundSaves(
             world=setup.world,
@@ -277,7 +241,7 @@ class Checkpointer:
         try:
             yield events
         except SaveError as error:
-            if is_final or self.last_saved < 0:
+            if is_final or not self.has_saved:
                 raise
             events += self._failure_warnings(error)
 
@@ -285,11 +249,14 @@ class Checkpointer:
         """Return a warning, on rank 0, about a failed save of a run that has saved before."""
         self.last_started = self.last_saved
         cause = f" Likely cause: {error.cause}." if error.cause else ""
+        if not self._world.is_main:
+            return []
+        newest = resolve_mark(self._folder, LATEST)
         text = (
             f"a checkpoint could not be saved: {error.what} ({error.where}){cause} The training continues, and the "
-            f"next save tries again. The newest checkpoint on disk is that of step {self.last_saved}"
+            f"next save tries again. The newest checkpoint on disk is {newest.name if newest else 'not readable'}"
         )
-        return [Note(text=text, level="warning")] if self._world.is_main else []
+        return [Note(text=text, level="warning")]
 
     def complete(self) -> list[Event]:
         """Wait until the last save in the background is on disk, and return its event. Every rank must call this.
@@ -303,10 +270,11 @@ class Checkpointer:
         try:
             self._background.complete()
         except SaveError as error:
-            if self.last_saved < 0:
+            if not self.has_saved:
                 raise
             return [*self._background.take_events(), *self._failure_warnings(error)]
         self.last_saved = self.last_started
+        self.has_saved = self.has_saved or self.last_saved >= 0
         return self._background.take_events()
 
     def take_events(self) -> list[Event]:
@@ -364,20 +332,25 @@ class Checkpointer:
         optimizer_scalars(optimizers, optimizer_shards, scalars)
         self._untracked_state.start_tracking()
 
-    def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> None:
+    def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> list[Event]:
         """Write the outcome of an evaluation into the last checkpoint. Every rank must call this.
 
-        If this checkpoint is still written in the background, its outcome is too.
+        If this checkpoint is still written in the background, its outcome is too. If the outcome can't be written,
+        return a warning: a run that resumes from this checkpoint evaluates again.
 
         Raises:
-            SaveError: the outcome cannot be written.
             CheckpointError: the manifest of the checkpoint cannot be read.
         """
         amend = partial(self._amend, self.last_started, progress, is_best)
         if self._background.is_writing:
             self._background.add(amend)
         else:
-            run_on_all_ranks(self._world, lambda: amend() if self._world.is_main else None)
+            try:
+                run_on_all_ranks(self._world, lambda: amend() if self._world.is_main else None)
+            except SaveError as error:
+                text = f"{error.what} ({error.where}) A run that resumes from this checkpoint evaluates again"
+                return [Note(text=text, level="warning")] if self._world.is_main else []
+        return []
 
     def _amend(self, step: int, progress: Mapping[str, Any], is_best: bool) -> None:
         path = self._folder / step_name(step)
@@ -431,6 +404,7 @@ def open_checkpointer(
         folder=folder,
         identity=identity,
         resumed_checkpoint=resumed_checkpoint,
+        has_saved=bool(setup.world.share_json(has_saves(folder) if setup.world.is_main else None)),
         memory=open_memory_folder(setup, task),
         remote_tier=remote_tier,
     )

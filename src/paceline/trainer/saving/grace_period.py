@@ -25,7 +25,7 @@ class GracePeriodSink:
         if isinstance(event, StepDone):
             self._step_seconds = event.step_seconds
         elif isinstance(event, CheckpointSaved):
-            self._check(event.seconds)
+            self._check(event.seconds + event.background_seconds)  # a stop waits for the disk
 
     def close(self) -> None:
         """Do nothing."""

@@ -93,7 +93,10 @@ def _run_in_server(connection: socket.socket, arguments: list[str]) -> None:
     for number in FORWARDED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, forward)
-    if not connection.recv(STATUS.size):  # the process id
+    process_id = b""
+    with suppress(ConnectionError):  # the server was killed before it read the request
+        process_id = connection.recv(STATUS.size)
+    if not process_id:
         for number in FORWARDED_SIGNALS:
             if signal.getsignal(number) is forward:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
