@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,8 +279,8 @@ def disturb(
 
 def wait_for_step(events: Events, process: "subprocess.Popen[bytes]", *, after: int, since: float) -> float | None:
     """Seconds from a kill to the first new step; None if the run ended or makes none."""
-    deadline = time.time() + WAIT_SECONDS
-    while time.time() < deadline:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
         is_over = process.poll() is not None
         events.read()
         for told, step in events.steps:
@@ -324,41 +325,39 @@ def main() -> None:
     share = -(-options.kills // len(options.layouts))
     totals, different = Tally(), 0
     print(f"{'layout':<12} {'kills':>6} {'recovered':>9} {'p50':>7} {'p99':>7} {'worst':>7}  weights")
-    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        for name in options.layouts:
-            tally, results = Tally(), []
-            while tally.num_kills < share:
-                kills = min(ROUND_KILLS[options.launcher], share - tally.num_kills)
-                number = len(results)
-                whole = Path(folder) / f"{name}-whole-{kills}"
-                if not whole.exists():
-                    command = words(name, whole, steps=STEPS_OF_A_KILL * kills, options=options)
-                    subprocess.run(command, check=True, capture_output=True)
-                cut = Path(folder) / f"{name}-{number}"
-                found = disturb(name, cut, kills=kills, options=options, chance=chance, tally=tally)
-                results.append((found, digest(whole)))
-            wrong = [found for found, expected in results if found != expected]
-            different += len(wrong)
-            seconds = tally.all_seconds
-            print(
-                f"{name:<12} {tally.num_kills:>6} {len(seconds):>9} {_row(seconds)}  "
-                + (
-                    f"{len(wrong)} of {len(results)} runs differ: {wrong[0]}"
-                    if wrong
-                    else f"{len(results)} runs bitwise"
-                ),
-                flush=True,
-            )
-            for kind, values in tally.seconds.items():
-                totals.seconds.setdefault(kind, []).extend(values)
-            totals.lost += tally.lost
+    folder = tempfile.mkdtemp(prefix="kills-")
+    for name in options.layouts:
+        tally, results = Tally(), []
+        while tally.num_kills < share:
+            kills = min(ROUND_KILLS[options.launcher], share - tally.num_kills)
+            number = len(results)
+            whole = Path(folder) / f"{name}-whole-{kills}"
+            if not whole.exists():
+                command = words(name, whole, steps=STEPS_OF_A_KILL * kills, options=options)
+                subprocess.run(command, check=True, capture_output=True)
+            cut = Path(folder) / f"{name}-{number}"
+            found = disturb(name, cut, kills=kills, options=options, chance=chance, tally=tally)
+            results.append((found, digest(whole)))
+        wrong = [found for found, expected in results if found != expected]
+        different += len(wrong)
+        seconds = tally.all_seconds
+        print(
+            f"{name:<12} {tally.num_kills:>6} {len(seconds):>9} {_row(seconds)}  "
+            + (f"{len(wrong)} of {len(results)} runs differ: {wrong[0]}" if wrong else f"{len(results)} runs bitwise"),
+            flush=True,
+        )
+        for kind, values in tally.seconds.items():
+            totals.seconds.setdefault(kind, []).extend(values)
+        totals.lost += tally.lost
     for kind, values in sorted(totals.seconds.items()):
         print(f"  {kind:<10} {len(values):>6} {'':>9} {_row(sorted(values))}")
     print(f"{'all':<12} {totals.num_kills:>6} {len(totals.all_seconds):>9} {_row(totals.all_seconds)}")
     print(f"left behind: {sorted(left_behind() - before) or 'nothing'}")
     for line in totals.lost:
         print(f"not recovered: {line}")
-    sys.exit(int(bool(totals.lost or different)))
+    if totals.lost or different:
+        sys.exit(f"the runs and what they printed are kept in {folder}")
+    shutil.rmtree(folder)
 
 
 def _row(seconds: list[float]) -> str:

@@ -137,13 +137,18 @@ class Faults:
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int) -> None:
         self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
+        self._due_on_any_rank = {(f.point, f.step) for f in faults if f.attempt == attempt}
         self._later = [fault for fault in faults if fault.rank == rank and fault.attempt > attempt]
         self._injected: set[Fault] = set()
 
     @property
     def has_any(self) -> bool:
-        """True if this rank has a fault in this attempt."""
-        return bool(self._by_point_and_step)
+        """True if a rank has a fault in this attempt. It is equal on all ranks."""
+        return bool(self._due_on_any_rank)
+
+    def is_due_on_any_rank(self, point: str, *, step: int) -> bool:
+        """Return whether a rank has a fault at this point of this step. It is equal on all ranks."""
+        return (point, step) in self._due_on_any_rank
 
     def fire(self, point: str, *, step: int) -> Fault | None:
         """Inject the fault that is due at this point of this step, and return it; None if there is none.

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.events import EvalDone, Event, EventBus, Note, RunStarted, StepDone
 from paceline.reporting.run_report import run_page
+from paceline.reporting.sinks import jsonl
 from paceline.reporting.sinks.console_lines import BANNER_LINES, ConsoleSink, format_event
 from paceline.reporting.sinks.jsonl import JsonlSink, iter_records
 from paceline.run_folder.run_folder import RunFolder
@@ -163,6 +164,30 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_space(
     ]
     assert [record["step"] for record in iter_records(run.metrics)] == [1, 2, 3, 4, 5, 6]
     assert "JsonlSink works again" in [e.text for e in kept.seen if isinstance(e, Note)]
+
+
+def test_lines_that_are_lost_on_a_full_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "_MAX_UNWRITTEN_LINES", 4)
+    write, is_full = os.write, [True]
+
+    def write_unless_full(descriptor: int, data: bytes) -> int:
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    run = RunFolder(tmp_path)
+    sink = JsonlSink(run)
+    for number in range(1, 6):
+        with pytest.raises(OSError, match="No space"):
+            sink.handle(step(number))
+    is_full[0] = False
+    sink.close()
+    records = list(iter_records(run.events))
+    assert [record["step"] for record in records if record["event"] == "StepDone"] == [1, 2]
+    assert [record["text"] for record in records if record["event"] == "Note"] == [
+        "6 lines of the run's records are lost: the disk was full for too long"
+    ]
 
 
 def test_nobody_is_left_to_hear_and_the_run_goes_on() -> None:

@@ -104,7 +104,10 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
     view = view_state_dict(train_state.model, weights=weights, world=world)
     tensors, aliases = _model_tensors(train_state, view)
     buffers = train_state.non_persistent_buffers.changed_buffers(weights, world)
-    states, scalars = run_on_all_ranks(world, lambda: local_state(train_state.update.optimizers, shards))
+    (states, scalars), local_extra_state = run_on_all_ranks(
+        world,
+        lambda: (local_state(train_state.update.optimizers, shards), get_extra_state(train_state.model)),
+    )
     files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: buffers, EMA: _ema_tensors(train_state)})
     files |= _named_files(shards.sharded, world.rank, {OPTIMIZER: states})
     scaler = train_state.update.scaler
@@ -114,7 +117,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
         "optimizers": optimizer_scalars(train_state.update.optimizers, shards, scalars),
         "schedules": [remove_unwritable_values(s) for s in schedules],
         "scaler": None if scaler is None else encode_state(scaler.state_dict(), where="the loss scaler"),
-        "extra_state": _gather_extra_state(train_state),
+        "extra_state": _gather_extra_state(local_extra_state, train_state),
     }
 
 
@@ -334,15 +337,14 @@ def _named_files(
     return {rank_file(kind, rank): tensors for kind, tensors in tensors_by_kind.items() if tensors}
 
 
-def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
-    """Return each module's extra state.
+def _gather_extra_state(local_extra_state: Mapping[str, Any], train_state: TrainState) -> dict[str, Any]:
+    """Return each module's extra state, from that of this rank's modules.
 
     It comes from the first rank that holds a parameter of the module, or of its nearest parent that has parameters.
     """
     world, weights = train_state.world, train_state.weights
-    local_extra_state = run_on_all_ranks(world, lambda: get_extra_state(train_state.model))
     if weights.is_unsharded:
-        return local_extra_state
+        return dict(local_extra_state)
     owned = {
         name: value for name, value in local_extra_state.items() if _extra_state_owner(name, weights) == world.rank
     }

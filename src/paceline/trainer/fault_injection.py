@@ -1,18 +1,31 @@
-"""Injection of faults that change the numbers of a step: a loss that is not finite or too large, a wrong weight."""
+"""Injection of faults before a step, also of those that change its numbers: a wrong loss, or a wrong weight."""
 
 import math
 from functools import partial
 
-from paceline.faults import Fault, Faults
+from paceline.faults import TRAINING_KINDS, Fault, Faults
 from paceline.parallel.module_access.tensor_access import local_elements
+from paceline.trainer.saving.memory_folder import MemoryFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _SPIKE_FACTOR = 1e4
 _LOSS_FACTORS = {"nan": math.nan, "spike": _SPIKE_FACTOR}
 
 
-def inject_training_fault(fault: Fault, faults: Faults, setup: TrainingSetup) -> None:
-    """Inject a fault before a step.
+def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: MemoryFolder | None) -> None:
+    """Inject the fault that is due on this rank before a step, if there is one. Every rank must call this.
+
+    The checkpoint in memory of the step before is committed first, so that the same fault always has the same outcome.
+    """
+    if memory is not None and faults.is_due_on_any_rank("step", step=step):
+        memory.wait_until_committed()
+    fault = faults.fire("step", step=step)
+    if fault is not None and fault.kind in TRAINING_KINDS:
+        _inject_training_fault(fault, faults, setup)
+
+
+def _inject_training_fault(fault: Fault, faults: Faults, setup: TrainingSetup) -> None:
+    """Inject a fault that changes the numbers of the step.
 
     `nan` and `spike` multiply the loss of this rank's next microbatch. If this rank computes no loss, as in most stages
     of a pipeline, nothing happens, and the run reports the fault at its end as one that did not happen. `corrupt` adds

@@ -13,7 +13,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import StepInput
 from paceline.errors import ExitCode, NonFiniteError, SpikeError, UsageError
 from paceline.events import EvalDone, EventBus, Note
-from paceline.faults import TRAINING_KINDS, Faults, missed_faults_error
+from paceline.faults import Faults, missed_faults_error
 from paceline.launch.agent.shared_status import FINISHED_PHASE, HeartbeatWriter
 from paceline.launch.agent.signals import StopFlag
 from paceline.launch.failures.failure_record import annotate_step
@@ -27,7 +27,7 @@ from paceline.trainer.diagnostics.replica_check import ReplicaChecks
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
 from paceline.trainer.evaluation.on_eval_results import SharedMetrics, split_numbers_and_text
-from paceline.trainer.fault_injection import inject_training_fault
+from paceline.trainer.fault_injection import inject_step_fault
 from paceline.trainer.one_step_per_batch import BatchGuard
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.saving.checkpointer import Checkpointer
@@ -180,9 +180,7 @@ class Loop:
             self._batch_guard.check(step_batch)
         self._stop.reinstall()
         for faults in self._faults_before_step:
-            fault = faults.fire("step", step=self.cursor.step + 1)
-            if fault is not None and fault.kind in TRAINING_KINDS:
-                inject_training_fault(fault, faults, self.setup)
+            inject_step_fault(faults, step=self.cursor.step + 1, setup=self.setup, memory=self._checkpointer.memory)
         self.setup.step.steps_done = self.cursor.step
         with ExitStack() as timing:
             for check in self._forecast_checks:

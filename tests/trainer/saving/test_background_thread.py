@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, read_manifest
 from paceline.checkpoint.files.copy_checkpoint import copy_files
+from paceline.checkpoint.files.memory_slots import WrittenFile
 from paceline.checkpoint.files.safetensors_io import TensorBytes
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, SaveError
@@ -83,8 +85,14 @@ def files_of(step: int, *, elements: int = 10) -> dict[str, list[TensorBytes]]:
     return {"model.safetensors": tensors, "optimizer.safetensors": []}
 
 
-def write(memory: MemoryFolder, step: int, *, elements: int = 10) -> MemoryCheckpoint:
+def begin_write(memory: MemoryFolder, step: int, *, elements: int = 10) -> MemoryCheckpoint:
     return memory.write(step=step, files=files_of(step, elements=elements), state={**STATE, "marker": step})
+
+
+def write(memory: MemoryFolder, step: int, *, elements: int = 10) -> MemoryCheckpoint:
+    checkpoint = begin_write(memory, step, elements=elements)
+    memory.complete()
+    return checkpoint
 
 
 def open_folder(folder: Path, *, keeps: bool = True, attempt: int = 1) -> MemoryFolder:
@@ -95,13 +103,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_checkpoint_in_memory_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    if not waits:
-        monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
+def test_a_checkpoint_in_memory_is_sound(tmp_path: Path) -> None:
     memory = open_folder(tmp_path)
     for step in range(1, 7):
-        path = write(memory, step, elements=10 if step < 5 else 11).path
+        path = begin_write(memory, step, elements=10 if step < 5 else 11).path
     memory.complete()
     for name, step in (("step-00000005", 5), ("step-00000006", 6)):
         check_checkpoint(memory.path / name)
@@ -169,7 +174,6 @@ def test_too_little_memory_is_refused_and_leaves_nothing(tmp_path: Path, monkeyp
 def test_a_checkpoint_that_can_not_be_committed_is_said_at_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
     memory = open_folder(tmp_path)
     write(memory, 1)
     memory.complete()
@@ -179,12 +183,43 @@ def test_a_checkpoint_that_can_not_be_committed_is_said_at_the_next(
 
     with monkeypatch.context() as patch:
         patch.setattr(memory_folder, "write_manifest", damaged)
-        write(memory, 2)
+        begin_write(memory, 2)
         memory.add(lambda: pytest.fail("it is not committed"))
         with pytest.raises(CheckpointError, match="could not be written: Input/output error"):
-            write(memory, 3)
+            begin_write(memory, 3)
     assert [name for name in names(memory.path) if "step" in name] == ["step-00000001"]
     memory.close()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_digest_that_fails_on_one_rank_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
+) -> None:
+    """The checkpoint before stays the newest, and rank 0 learns of the error at its next save, without the timeout."""
+    worlds = [World(rank=rank, world_size=2) for rank in (0, 1)]
+    memories = [MemoryFolder(tmp_path / "memory", world=world, keeps_checkpoints=True) for world in worlds]
+    compute = memory_folder.compute_digests
+
+    def fail(written: Mapping[str, WrittenFile]) -> dict[str, Any]:
+        if any(f"rank-000{failing_rank}" in name and "step-00000002" in str(f.path) for name, f in written.items()):
+            raise OSError(5, os.strerror(5))
+        return compute(written)
+
+    def write_all(step: int) -> None:
+        for rank in (1, 0):
+            tensor = files_of(step)["model.safetensors"][rank]
+            memories[rank].write(step=step, files={f"model.rank-000{rank}.safetensors": [tensor]}, state=STATE)
+
+    monkeypatch.setattr(memory_folder, "compute_digests", fail)
+    write_all(1)
+    write_all(2)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match="Input/output error" if failing_rank == 0 else "could not compute"):
+        memories[0].complete()
+    assert time.monotonic() - begun < 10
+    assert [path.name for path in (tmp_path / "memory").glob("step-*")] == ["step-00000001"]
+    for memory in memories:
+        memory.close()
 
 
 def background_saves(folder: Path) -> BackgroundSaves:
@@ -199,7 +234,7 @@ def background_saves(folder: Path) -> BackgroundSaves:
 
 
 def start(saves: BackgroundSaves, finish: Callable[[Path], CheckpointSaved]) -> None:
-    source, notes = saves.write_to_memory(lambda memory: write(memory, 1))
+    source, notes = saves.write_to_memory(lambda memory: begin_write(memory, 1))
     assert source is not None and not notes
     saves.start_copy(source, step=1, finish_save=finish)
 
@@ -244,7 +279,6 @@ def test_a_failed_copy_leaves_nothing_and_is_not_lost(tmp_path: Path, monkeypatc
 
 def test_a_copy_that_never_began_is_not_taken_for_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory tier has met the error of the checkpoint in memory, and has turned itself off."""
-    monkeypatch.setattr(memory_folder, "_INLINE_BYTES", 0)
     saves = background_saves(tmp_path)
 
     def damaged(*_: object, **__: object) -> None:
@@ -254,7 +288,7 @@ def test_a_copy_that_never_began_is_not_taken_for_done(tmp_path: Path, monkeypat
     start(saves, saved)
     assert saves._memory is not None
     with pytest.raises(CheckpointError):
-        write(saves._memory, 2)
+        begin_write(saves._memory, 2)
     with pytest.raises(SaveError, match="writing it into memory failed"):
         saves.complete()
     saves.close()

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,50 @@ def test_an_error_nobody_thought_of_does_not_end_the_thread(tmp_path: Path, watc
     tier.on_commit()
     assert tier.finish(timeout_seconds=10, is_interrupted=lambda: False) and uploaded(told) == [20]
     tier.close()
+
+
+def test_a_damaged_best_checkpoint_is_said_once_and_the_newest_is_uploaded(tmp_path: Path, watched: Watched) -> None:
+    told: list[Event] = []
+    folder = tmp_path / "run" / "checkpoints"
+    best = write_step(folder, 10)
+    mark_best(folder, best)
+    (best / "a.safetensors").write_bytes(b"")
+    write_step(folder, 20)
+    tier = open_tier(tmp_path, watched, told)
+    tier.start()
+    assert tier.finish(timeout_seconds=10, is_interrupted=lambda: False)
+    for step in (30, 40):
+        write_step(folder, step)
+        tier.on_commit()
+        assert tier.finish(timeout_seconds=10, is_interrupted=lambda: False), "the run ends with 0, not with 75"
+    assert uploaded(told) == [20, 30, 40]
+    (warning,) = [event.text for event in told if isinstance(event, Note)]
+    assert "the best checkpoint, step-00000010, is not uploaded" in warning
+    tier.close()
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_store_that_is_away_keeps_no_run_from_a_restart_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    def fail(_: RemoteFolder) -> list[str]:
+        raise RemoteError("the server is away.", is_temporary=True)
+
+    monkeypatch.setattr(RemoteFolder, "list_candidates", fail)
+    connect_again = partial(_connect, f"file://{tmp_path}/store", "", run=RunFolder(tmp_path / "run"), is_restart=True)
+    if has_memory:
+        connection = connect_again(has_memory=True)
+        assert connection.target is not None and connection.source is None
+    else:
+        with pytest.raises(MachineError, match="the server is away"):
+            connect_again(has_memory=False)
+
+
+def test_a_secret_in_the_url_of_resume_is_refused_even_if_it_is_not_needed(tmp_path: Path) -> None:
+    write_step(tmp_path / "run" / "checkpoints", 10)
+    with pytest.raises(UsageError) as refused:
+        _connect("", "s3://user:topsecret@bucket/run", run=RunFolder(tmp_path / "run"), is_restart=False)
+    assert "topsecret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7 << 20, 11 << 20])

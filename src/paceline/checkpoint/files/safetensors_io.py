@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -70,7 +70,7 @@ class TensorLayout:
 
     def layout_fields(self) -> dict[str, Any]:
         """Return these fields as keyword arguments for another class."""
-        return {field.name: getattr(self, field.name) for field in fields(TensorLayout)}
+        return {"name": self.name, "dtype": self.dtype, "shape": self.shape, "at": self.at, "whole": self.whole}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict, forecast_ratios, step_metrics
+from paceline.console.formatting import plural
+from paceline.events import EvalDone, Event, ForecastChecked, Note, StepDone, as_dict, forecast_ratios, step_metrics
 from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_regular
 from paceline.run_folder.run_folder import RunFolder
 
@@ -21,7 +22,8 @@ _MAX_UNWRITTEN_LINES = 20_000
 class JsonlSink:
     """A sink that appends each event with one write, so that a kill can truncate a line but not merge two events.
 
-    While the disk is full, it keeps at most 20,000 lines, and writes them once there is space again.
+    While the disk is full, it keeps at most 20,000 lines, and writes them once there is space again. A warning in the
+    file then says how many lines are lost.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -29,6 +31,7 @@ class JsonlSink:
         self._events = _open(run.events)
         self._metrics = _open(run.metrics)
         self._unwritten = deque[tuple[int, bytes]]()
+        self._num_lost = 0
 
     def handle(self, event: Event) -> None:
         """Append the event, after those that could not be written.
@@ -48,7 +51,9 @@ class JsonlSink:
         self._write_all()
 
     def _append(self, descriptor: int, record: Mapping[str, Any]) -> None:
-        if len(self._unwritten) < _MAX_UNWRITTEN_LINES:
+        if len(self._unwritten) >= _MAX_UNWRITTEN_LINES:
+            self._num_lost += 1
+        else:
             self._unwritten.append((descriptor, (json.dumps(_json_value(record), default=str) + "\n").encode()))
 
     def _write_all(self) -> None:
@@ -59,6 +64,10 @@ class JsonlSink:
                 self._unwritten[0] = (descriptor, line[num_written:])
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._unwritten.popleft()
+            if not self._unwritten and self._num_lost:
+                text = f"{plural(self._num_lost, 'line')} of the run's records are lost: the disk was full for too long"
+                self._num_lost = 0
+                self._append(self._events, as_dict(Note(text=text, level="warning")))
 
     def close(self) -> None:
         """Close both files."""

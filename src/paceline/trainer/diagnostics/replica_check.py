@@ -147,10 +147,8 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
     )
     if not weights.is_unsharded:
         return _find_shard_mismatch(setup, [name for name, _ in named_tensors], checksums)
-    highest, lowest = checksums.clone(), checksums.clone()
-    world.all_reduce(highest, op="max")
-    world.all_reduce(lowest, op="min")
-    differing = torch.nonzero(highest != lowest).reshape(-1).tolist()
+    highest, highest_inverse = world.all_reduce(torch.stack([checksums, ~checksums]), op="max")
+    differing = torch.nonzero(highest != ~highest_inverse).reshape(-1).tolist()
     if not differing:
         return None
     values = world.gather_json(int(checksums[differing[0]]))

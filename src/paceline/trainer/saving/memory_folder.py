@@ -30,7 +30,6 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _KEPT = 2  # the newest checkpoint, and an older one in case the newest is damaged
 _WORK_FOLDER = "slots"
-_INLINE_BYTES = 4 << 20  # a smaller checkpoint is committed before the training continues, which takes milliseconds
 _POLL_SECONDS = 0.002
 
 
@@ -78,11 +77,10 @@ class MemoryFolder:
             if self._world.is_main:
                 text = json.dumps(state)  # the objects may change while the thread works
                 self._thread.add(partial(self._commit, staging, step=step, state=text))
-            if sum(sizes) < _INLINE_BYTES:
-                self.complete()
         except CheckpointError:
             self._slots.remove()
-            discard_staging_folder(staging)
+            for unfinished in self.path.glob(f"{STAGING_PREFIX}*"):  # also of the checkpoint before, which failed
+                discard_staging_folder(unfinished)
             raise
         return MemoryCheckpoint(path=self.path / step_name(step), num_bytes=sum(sizes))
 
@@ -93,6 +91,11 @@ class MemoryFolder:
     def complete(self) -> None:
         """Wait until the last checkpoint is committed. Every rank must call this; a failure is raised on all."""
         run_on_all_ranks(self._world, self._thread.wait)
+
+    def wait_until_committed(self) -> None:
+        """Wait like `complete`, but leave a failure to the next save. Every rank must call this."""
+        self._thread.is_idle(seconds=self._world.timeout_seconds)
+        self._world.barrier()
 
     def lend(self, checkpoint: Path) -> None:
         """Keep a checkpoint until `take_back` is called. Only the thread calls this."""
@@ -115,12 +118,16 @@ class MemoryFolder:
             return self._slots.write(staging, files), total_bytes(files)
 
     def _digest(self, written: Mapping[str, WrittenFile], *, step: int) -> None:
-        """Compute the digests of this rank's files, and write the entries for rank 0."""
+        """Compute the digests of this rank's files, and write the entries for rank 0; `null` if that fails."""
         start_time = time.thread_time()
-        entries = compute_digests(written)
+        path = self._entries_path(step, self._world.rank)
         with convert_to_save_error("a checkpoint in memory", self.path):
             self._work_folder.mkdir(mode=0o700, exist_ok=True)
-            write_text(self._entries_path(step, self._world.rank), json.dumps(entries))
+            try:
+                write_text(path, json.dumps(compute_digests(written)))
+            except BaseException:
+                path.write_text("null")
+                raise
         self.background_seconds = time.thread_time() - start_time
 
     def _commit(self, staging: Path, *, step: int, state: str) -> None:
@@ -144,15 +151,17 @@ class MemoryFolder:
         """Return the entries that a rank wrote, and remove its file.
 
         Raises:
-            SaveError: the rank has not written them in time.
+            SaveError: the rank has not written them in time, or could not compute them.
         """
         deadline = time.monotonic() + self._world.timeout_seconds
         while not path.exists():
             if time.monotonic() > deadline:
                 raise SaveError("a rank did not compute the digests of its checkpoint in memory.", where=str(path))
             time.sleep(_POLL_SECONDS)
-        entries: dict[str, Any] = read_json(path)
+        entries: dict[str, Any] | None = read_json(path)
         path.unlink()
+        if entries is None:
+            raise SaveError("a rank could not compute the digests of its checkpoint in memory.", where=str(path))
         return entries
 
     def _take_back(self) -> None:

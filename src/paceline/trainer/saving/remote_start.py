@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,14 +150,20 @@ def choose_start(prepared_job: PreparedJob, world: World) -> RunStart:
     problem = None
     if uses_remote and world.is_main:
         try:
-            connection = _connect(url, resume_url, run=RunFolder(Path(task.run)), is_restart=task.restart is not None)
+            connection = _connect(
+                url,
+                resume_url,
+                run=RunFolder(Path(task.run)),
+                is_restart=task.restart is not None,
+                has_memory=bool(task.memory_folder and list_checkpoints(Path(task.memory_folder))),
+            )
         except PacelineError as error:
             problem = error
     resume = checkpoint_to_resume(task)
     if connection is not None and connection.source is not None and (resume is None or resume_url):
         resume = "newest"
     elif resume_url:
-        resume = "newest" if list_checkpoints(RunFolder(Path(task.run)).checkpoints) else None
+        resume = checkpoint_to_resume(replace(task, resume=None))
     chosen = [task.run, resume, number_attempt(task, world), uses_remote]
     folder, resume, attempt, uses_remote = _share_outcome(world, chosen, problem)
     return RunStart(folder=folder, resume=resume, attempt=attempt, uses_remote=uses_remote, connection=connection)
@@ -244,10 +250,13 @@ def _share_outcome(world: World, result: Any, problem: PacelineError | None) -> 
     return result
 
 
-def _connect(url: str, resume_url: str, *, run: RunFolder, is_restart: bool) -> RemoteConnection:
+def _connect(
+    url: str, resume_url: str, *, run: RunFolder, is_restart: bool, has_memory: bool = False
+) -> RemoteConnection:
     """Open the stores, check them, and fetch the records that a resume on an empty disk needs.
 
-    After a fault, the store is not checked again, so that a server that is away does not keep the run from restarting.
+    After a fault, the store is not checked again, and not needed if there are checkpoints in memory, so that a server
+    that is away does not keep the run from restarting.
     """
     is_empty = not list_checkpoints(run.checkpoints)
     target, source, step_name = None, None, ""
@@ -259,10 +268,13 @@ def _connect(url: str, resume_url: str, *, run: RunFolder, is_restart: bool) -> 
             if not is_restart:
                 events += _check_store(target.store, run, is_empty=is_empty)
             source = target
-        if resume_url and is_empty:
+        if resume_url:
             check_remote_url(resume_url, name="resume")
+        if resume_url and is_empty:
             run_url, step_name = _split_resume_url(resume_url)
             source = RemoteFolder(open_remote_store(run_url))
+        if is_restart and has_memory:
+            source = None
         if is_empty and source is not None:
             if source.list_candidates():
                 _fetch_records(source.store, run)

@@ -41,6 +41,7 @@ class RemoteTier:
         self._failure_time: float | None = None  # of the first of them
         self._delay, self._retry_time = _FIRST_DELAY_SECONDS, 0.0
         self._sent_bytes = 0
+        self._damaged: Path | None = None
         self._thread = threading.Thread(target=self._work, name="paceline-uploads", daemon=True)
         self.path_in_use: Path | None = None
         """The checkpoint that is being read. It must not be removed."""
@@ -118,9 +119,10 @@ class RemoteTier:
         newest, best = self._newest(), resolve_mark(self._checkpoints, BEST)
         for name in RECORDS:
             self._copy_record(name)
-        for path, kind in ((newest, LATEST), (best, BEST)):
-            if path is not None:
-                self._upload(path, kind)
+        if newest is not None:
+            self._upload(newest, LATEST)
+        if best is not None:
+            self._upload_best(best)
         try:
             self._folder.prune(keep=self._keep)
         except RemoteError as error:
@@ -142,6 +144,16 @@ class RemoteTier:
             self._emit(
                 CheckpointUploaded(step=parse_step(path), url=self._url(path), seconds=seconds, num_bytes=num_bytes)
             )
+
+    def _upload_best(self, path: Path) -> None:
+        """Upload the best checkpoint. If it is damaged, say so once: to try again would not help."""
+        try:
+            self._upload(path, BEST)
+        except CheckpointError as error:
+            if path != self._damaged:
+                text = f"the best checkpoint, {path.name}, is not uploaded: {error.what}"
+                self._emit(Note(text=text, level="warning"))
+            self._damaged = path
 
     def _count(self, num_bytes: int) -> None:
         self._sent_bytes += num_bytes
