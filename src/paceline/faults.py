@@ -5,8 +5,9 @@ import resource
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from typing_extensions import override
 
@@ -133,9 +134,15 @@ def refuse_idle_faults(
 
 
 class Faults:
-    """The faults of one rank in one attempt."""
+    """The faults of one rank in one attempt.
 
-    def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int) -> None:
+    A fault that happens leaves an empty file in its attempt's folder, `attempt_folder`, so that a later attempt knows
+    of it.
+    """
+
+    def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int, attempt_folder: Path | None = None) -> None:
+        self._attempt_folder = attempt_folder
+        self._earlier = [fault for fault in faults if fault.rank == rank and fault.attempt < attempt]
         self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
         self._due_on_any_rank = {(f.point, f.step) for f in faults if f.attempt == attempt}
         self._later = [fault for fault in faults if fault.rank == rank and fault.attempt > attempt]
@@ -183,12 +190,26 @@ class Faults:
     def mark_injected(self, fault: Fault) -> None:
         """Record that this fault has happened."""
         self._injected.add(fault)
+        if self._attempt_folder is not None:
+            with suppress(OSError):
+                self._mark(self._attempt_folder, fault).touch()
 
     @property
     def missed(self) -> list[str]:
-        """The faults of this rank that have not happened in this attempt, or belong to a later attempt, as text."""
+        """The faults of this rank that have not happened, in this attempt, an earlier one or a later one, as text."""
         current = [fault for fault in self._by_point_and_step.values() if fault not in self._injected]
-        return [str(fault) for fault in (*current, *self._later)]
+        return [str(fault) for fault in (*filter(self._was_missed, self._earlier), *current, *self._later)]
+
+    def _was_missed(self, fault: Fault) -> bool:
+        """Return whether a fault of an earlier attempt did not happen. If its folder is gone, nobody knows."""
+        if self._attempt_folder is None:
+            return False
+        folder = self._attempt_folder.parent / f"attempt-{fault.attempt}"
+        return folder.is_dir() and not self._mark(folder, fault).exists()
+
+    @staticmethod
+    def _mark(folder: Path, fault: Fault) -> Path:
+        return folder / f"fault-{fault.kind}-{fault.point}-rank-{fault.rank}-step-{fault.step}"
 
 
 def _inject_into_process(fault: Fault) -> None:

@@ -251,6 +251,8 @@ def test_a_message_keeps_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTOPSECRET")
     text = 'AKIDTOPSECRET/topsecretvalue at "http://user:pass@host/bucket?X-Amz-Signature=abc"'
     assert remove_secrets(text) == '•••/••• at "http://host/bucket"'
+    for mistyped in ("s3:/user:hunter22@host/b", "s3:user:hunter22@host/b"):
+        assert "hunter22" not in remove_secrets(f"checkpoint.remote {mistyped} is not a URL")
 
 
 def test_a_folder_that_can_not_be_written_is_said_with_its_path() -> None:

@@ -16,6 +16,8 @@ REFUSED = {
     "a run folder above this one": (("--run-dir", ".."), "the run's files would mix with everything else there"),
     "a run that does not exist": (("--resume", "runs/nope"), "there is no run runs/nope."),
     "no run to resume": (("--resume",), "there is no run of job to resume"),
+    "too few ranks left": (("--survive.min_ranks", "2"), "survive.min_ranks is 2, but the run has 2 ranks."),
+    "no smaller layout": (("--layout", "dp=2", "--survive.min_ranks", "1"), "--layout dp_replicate=2 fits no smaller"),
     "a sink that no package has": (("--watch.to", "console,nosuch:Thing"), "no module named 'nosuch'"),
 }
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,53 @@ def test_restarts_and_the_end_of_a_run_are_listed(shop: Shop) -> None:
     assert seen["state"] == "done" and seen["step"] == 5 and seen["attempt"] == 2 and seen["failure"] is None
     assert len(seen["restarts"]) == 1
     assert seen["restarts"][0].startswith("attempt 1: rank 1 killed by SIGKILL at step 3; restarted in")
+
+
+def test_a_run_that_was_moved_is_resumed_where_it_is(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB)
+    assert shop.train("run", "--faults", "stop rank=0 step=3", steps=5).code == 75
+    (shop.path / "run").rename(shop.path / "moved")
+    assert "--run-dir moved " in shop.run("why", "moved", "--json").json()["go_on"] + " "
+
+
+def _run_folder(folder: Path) -> Path:
+    (folder / "logs" / "attempt-1").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(("has_weights", "state"), [(True, "done"), (False, "unknown")])
+def test_a_run_whose_events_are_lost_was_not_killed(tmp_path: Path, has_weights: bool, state: str) -> None:
+    run = _run_folder(tmp_path)
+    (run / "events.jsonl").touch()
+    if has_weights:
+        (run / "weights.json").write_text("{}")
+    explanation = explain_run(str(run))
+    assert explanation.state == state
+    assert ("is not known how the run ended" in explanation.text) == (not has_weights)
+
+
+def test_a_run_that_can_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run_folder(tmp_path)
+    iterate = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == run / "logs":
+            raise PermissionError(13, os.strerror(13), str(path))
+        return iterate(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UsageError, match="logs can't be read: Permission denied"):
+        explain_run(str(run))
+
+
+@pytest.mark.parametrize("request_text", ["[1, 2]", "5", '{"ranks": "abc"}', '{"ranks": [1]}'])
+def test_a_damaged_request_does_not_hide_a_failure(tmp_path: Path, request_text: str) -> None:
+    run = _run_folder(tmp_path)
+    (run / "logs" / "attempt-1" / "request.json").write_text(request_text)
+    failure = {"event": "RunFailed", "failure": {"rank": 1, "kind": "ValueError", "message": "bad"}}
+    (run / "events.jsonl").write_text(json.dumps(failure) + "\n")
+    (run / ".lock").write_text("[" * 5000)
+    assert explain_run(str(run)).run == run
 
 
 def test_a_run_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

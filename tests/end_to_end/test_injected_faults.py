@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import Shop
+from tests.conftest import SMALL_JOB, Shop
 
 WORDS = ("--train.micro_batch_size", "3", "--survive.restarts", "0", "--checkpoint.every", "4", "--log.every", "1")
 
@@ -112,6 +112,14 @@ def test_a_fault_that_did_not_happen_is_an_error_at_the_end(shop: Shop, fault: s
     ended = shop.train("run", *WORDS, "--faults", fault)
     assert ended.code == 1 and f"1 fault of --faults did not happen: {fault}." in ended.err, ended.text
     assert shop.digest("run") == shop.digest("whole"), "the training itself is complete"
+
+
+def test_a_fault_of_an_attempt_that_ended_before_is_an_error_too(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB)
+    ended = shop.train("run", "--faults", "kill rank=1 step=3; kill rank=0 step=4", "--checkpoint.every", "1", steps=5)
+    assert ended.code == 1 and "1 fault of --faults did not happen: kill rank=0 step=4." in ended.err, ended.text
+    both = "kill rank=1 step=3; kill rank=0 step=4 attempt=2"
+    assert shop.train("both", "--faults", both, "--checkpoint.every", "1", steps=5).code == 0
 
 
 def test_a_rank_without_a_loss_can_have_no_wrong_one(shop: Shop) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD
 from paceline.commands.command_table import VerbOutput, WhyOptions
 from paceline.commands.common.resume_command import build_resume_command
 from paceline.console.formatting import plural
@@ -40,7 +41,8 @@ _NUM_STEPS = 50
 class Explanation:
     """The state of a run and its reason.
 
-    `state` is `running`, `hanging`, `restarting`, `done`, `stopped`, `failed`, `killed` or `not started`.
+    `state` is `running`, `hanging`, `restarting`, `done`, `stopped`, `failed`, `killed`, `not started`, or `unknown` if
+    the run's events are lost.
     """
 
     run: Path
@@ -91,6 +93,8 @@ class Explanation:
                 "    likely cause: kill -9, a second Ctrl-C, a reboot, or the kernel for lack of memory",
                 *self._position_lines("When it ended:"),
             ]
+        elif self.state == "unknown":
+            lines.append(f"{self.run / 'events.jsonl'} is empty, so it is not known how the run ended.")
         elif self.state == "restarting":
             lines.append("The ranks have ended, and the command is about to restart them, or to end.")
         elif self.state in ("running", "hanging"):
@@ -147,9 +151,10 @@ def explain_run(run: str | None = None) -> Explanation:
     """Return why a run is in its state; without `run`, the newest run.
 
     Raises:
-        UsageError: there is no such run, or it runs on another machine.
+        UsageError: there is no such run, it can't be read, or it runs on another machine.
     """
     folder, _ = find_run(run, only_trained=run is None)
+    _check_readable(folder)
     history, attempt = read_history(folder), newest_training_attempt(folder)
     explanation = Explanation(
         run=folder.path,
@@ -170,11 +175,35 @@ def explain_run(run: str | None = None) -> Explanation:
     if history.has_ended:
         state = str(history.last_event("RunEnded").get("status"))
         return replace(explanation, state=state, resume_command=_resume_command(folder) if state == "stopped" else "")
+    if not history.events and (folder.path / WEIGHTS_RECORD).exists():
+        return replace(explanation, state="done")
+    if not history.events and folder.events.exists():
+        return replace(explanation, state="unknown", resume_command=_resume_command(folder))
     positions = observe_ranks(attempt)
     step = max([explanation.step, *(position.step for position in positions)])
     return replace(
         explanation, state="killed", step=step, positions=tuple(positions), resume_command=_resume_command(folder)
     )
+
+
+def _check_readable(folder: RunFolder) -> None:
+    """Check that the records of a run can be read: without them, a wrong reason would be given.
+
+    Raises:
+        UsageError: a folder or a file can't be read.
+    """
+    try:
+        for path in (folder.path, folder.logs):
+            if path.exists():
+                list(path.iterdir())
+        if folder.events.exists():
+            folder.events.open("rb").close()
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename} can't be read: {error.strerror}.",
+            cause="another user has started the run",
+            hint=f"the same command as the user who owns it: ls -ld {folder.path}",
+        ) from None
 
 
 def _usual_step_seconds(history: History) -> float | None:
@@ -215,13 +244,14 @@ def _explain_running(
 def _explain_failed(
     explanation: Explanation, folder: RunFolder, attempt: Path, first: Failure, others: list[Failure]
 ) -> Explanation:
-    request = json_or_none(attempt / "request.json") or {}  # another launcher has started the ranks
+    request = json_or_none(attempt / "request.json")  # None if another launcher has started the ranks
+    num_ranks = request.get("ranks") if isinstance(request, dict) else None
     outcome = LaunchOutcome(
         exit_code=first.exit_code,
         failure=first,
         attempt_folder=attempt,
         seconds=0.0,
-        ranks=request.get("ranks") or len(list(attempt.glob("rank-*.log"))),
+        ranks=num_ranks if isinstance(num_ranks, int) else len(list(attempt.glob("rank-*.log"))),
         end_reason=first.end_reason,
     )
     others = [other for other in others if not (first.is_joint and other.kind == first.kind)]
@@ -247,10 +277,13 @@ def _failure(fields: dict[str, Any]) -> Failure:
 
 
 def _resume_command(folder: RunFolder) -> str:
+    """Return the command that resumes the run where it lies now; empty if its task can't be read."""
     try:
-        return build_resume_command(read_task(folder))
+        task = read_task(folder)
     except UsageError:
         return ""
+    is_moved = Path(task.run).resolve() != folder.path.resolve()
+    return build_resume_command(replace(task, run=str(folder.path)) if is_moved else task)
 
 
 def run_verb(options: WhyOptions, _: list[str]) -> VerbOutput:

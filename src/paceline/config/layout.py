@@ -181,6 +181,13 @@ def _unknown_axis_error(text: str, position: int, name: str, value: str) -> Layo
             cause="a layout name comes first; anything else is written as axes",
             hint=f"--layout {_as_axes(text, position, LayoutKind(name), value if is_count(value) else '2')}",
         )
+    if name in known_names:
+        parts = text.split(",")
+        return LayoutError(
+            f"{name} in {text!r} has no size.",
+            cause="the remaining ranks have to be asked for",
+            hint=f"--layout {','.join(f'{name}=-1' if index == position else p for index, p in enumerate(parts))}",
+        )
     return LayoutError(
         f"{name!r} in {text!r} is not an axis.",
         cause=did_you_mean(name, known_names),

@@ -30,8 +30,11 @@ def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
 
     A log on a disk that is full loses this text only, because there may be space again later.
 
-    Return the error, or None if the text was written or the reader has exited. An `OSError` never ends a run.
+    Return the error, or None if the text was written, the reader has exited, or the job has closed the stream. An
+    `OSError` never ends a run.
     """
+    if stream.closed:
+        return None
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):
             os.set_blocking(stream.fileno(), True)  # another program has made the terminal non-blocking

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import SaveError, UsageError
-from paceline.filesystem.atomic_files import open_no_follow, report_write_errors
+from paceline.filesystem.atomic_files import open_no_follow, parse_json, report_write_errors
 
 LOCK = ".lock"
 _FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
@@ -265,7 +265,7 @@ def this_process() -> dict[str, Any]:
 
 def _read_holder(handle: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        holder = json.loads(os.pread(handle, 4096, 0))
+        holder = parse_json(os.pread(handle, 4096, 0))
         return holder if isinstance(holder, dict) else {}
     return {}
 

@@ -7,6 +7,8 @@ Start with `launcher.py`.
 - `launcher.py`: The launcher: runs the attempts of a run one after the other, and returns how the last one ended.
 - `launcher_variables.py`: Detection of a world that another launcher started, from the variables of torchrun, Open MPI,
   Slurm or MPICH.
+- `memory_disk.py`: Folders of checkpoints in memory: a command chooses its own, and removes those that killed commands
+  left.
 - `rank_log.py`: The log of a rank that another launcher started: the rank itself writes its output there.
 - `rendezvous.py`: Rendezvous on one machine for launchers that offer none: rank 0 listens, and writes its port to a
   file.

@@ -1,7 +1,6 @@
 """The launcher: runs the attempts of a run one after the other, and returns how the last one ended."""
 
 import os
-import secrets
 import shutil
 import sys
 import time
@@ -40,6 +39,7 @@ from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
+from paceline.launch.memory_disk import choose_memory_folder, remove_abandoned_memory_folders
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.launch.run_outcome import LaunchOutcome
 from paceline.run_folder.run_folder import RunFolder
@@ -48,7 +48,6 @@ _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
 DEFAULT_EXACT_KERNELS = "AVX2"
 _REQUEST = "request.json"
-_MEMORY_DISK = "/dev/shm"
 _POLL_SECONDS = 0.05
 
 
@@ -89,8 +88,10 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     """
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
+    if request.saves_checkpoints:
+        remove_abandoned_memory_folders()
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
-    memory_folder = _choose_memory_folder() if request.saves_checkpoints else ""
+    memory_folder = choose_memory_folder() if request.saves_checkpoints else ""
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(
         environ={**_environ(request), MEMORY_FOLDER: memory_folder},
@@ -109,16 +110,6 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
             shutil.rmtree(memory_folder, ignore_errors=True)
         if run_lock is not None:
             run_lock.close()
-
-
-def _choose_memory_folder() -> str:
-    """Return the folder for this command's checkpoints in memory, or an empty text if there is no such disk.
-
-    The first save creates it. Until then, a command that is killed leaves nothing behind.
-    """
-    if not os.access(_MEMORY_DISK, os.W_OK | os.X_OK):
-        return ""
-    return f"{_MEMORY_DISK}/paceline-memory-{secrets.token_hex(8)}"
 
 
 def _run_attempts(

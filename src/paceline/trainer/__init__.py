@@ -3,7 +3,7 @@
 Start with `entrypoints.py`.
 
 - `entrypoints.py`: Entry points that each rank runs for `train` and `evaluate`.
-- `fault_injection.py`: Injection of faults that change the numbers of a step: a loss that is not finite or too large, a
+- `fault_injection.py`: Injection of faults before a step, also of those that change its numbers: a wrong loss, or a
   wrong weight.
 - `loop.py`: The training loop: run steps, log them, and evaluate, save or stop when due.
 - `one_step_per_batch.py`: A guard that gives each batch of a run one step, although the user may write several loops

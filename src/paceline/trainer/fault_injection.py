@@ -1,15 +1,25 @@
 """Injection of faults before a step, also of those that change its numbers: a wrong loss, or a wrong weight."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from paceline.config.task import Task
 from paceline.faults import TRAINING_KINDS, Fault, Faults
 from paceline.parallel.module_access.tensor_access import local_elements
+from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.memory_folder import MemoryFolder
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _SPIKE_FACTOR = 1e4
 _LOSS_FACTORS = {"nan": math.nan, "spike": _SPIKE_FACTOR}
+
+
+def open_faults(faults: Sequence[Fault], task: Task, *, rank: int) -> Faults:
+    """Return the faults of a rank in this attempt of a run."""
+    attempt_folder = RunFolder(Path(task.run)).attempt_folder(task.attempt)
+    return Faults(faults, rank=rank, attempt=task.attempt, attempt_folder=attempt_folder)
 
 
 def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: MemoryFolder | None) -> None:

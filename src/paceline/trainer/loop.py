@@ -365,7 +365,7 @@ class Loop:
             self._next_check_step = self._replica_checks.next_step(step)
         if step == self._start_step + 1:
             self.finish_pending()
-            self._checkpointer.check_savable()
+            self.event_bus.emit_all(self._checkpointer.check_savable())
         is_last_step = self.is_over()
         is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
         is_save_due = step % self.save_every == 0 or self._checkpointer.needs_trial

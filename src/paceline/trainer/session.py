@@ -20,7 +20,7 @@ from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
 from paceline.events import Event, EventBus, Note, RunEnded, RunStarted
-from paceline.faults import Faults, parse_faults, refuse_idle_faults
+from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.agent.rank_activity import activity_reporter
 from paceline.launch.agent.shared_status import open_heartbeat
@@ -45,6 +45,7 @@ from paceline.trainer.diagnostics.forecast_check import ForecastCheck
 from paceline.trainer.diagnostics.forecast_lookup import find_forecast, is_forecast_supported
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_out_of_memory
 from paceline.trainer.diagnostics.replica_check import ReplicaChecks
+from paceline.trainer.fault_injection import open_faults
 from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer
 from paceline.trainer.saving.final_weights import best_weights_notes, write_final_weights
@@ -335,7 +336,7 @@ class _SessionBuilder:
             memory_tier=open_memory_tier(self.setup, checkpointer, start_step=cursor.step),
             event_bus=event_bus,
             heartbeat=open_heartbeat(self.world.rank, settings, start_step=cursor.step, folder=joined_rank.pages),
-            faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
+            faults=open_faults(faults, task, rank=self.world.rank),
             stop=stop_flag,
             length=length,
             cursor=cursor,

@@ -17,7 +17,9 @@ from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, SaveError
 from paceline.events import CheckpointSaved, Note
 from paceline.filesystem.run_lock import FolderIdentity
-from paceline.trainer.saving import memory_folder
+from paceline.launch.failures.oom_detection import MemoryLimit
+from paceline.launch.memory_disk import LOCKED_RUN
+from paceline.trainer.saving import memory_folder, space_checks
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.background_thread import BackgroundThread
 from paceline.trainer.saving.memory_folder import MemoryCheckpoint, MemoryFolder
@@ -154,6 +156,23 @@ def test_the_next_attempt_removes_only_what_no_checkpoint_needs(tmp_path: Path) 
     write(second, 2)
     check_checkpoint(path)
     first.close(), second.close()
+
+
+def test_the_folder_says_which_run_it_belongs_to(tmp_path: Path) -> None:
+    memory = MemoryFolder(tmp_path / "memory", world=World.alone(), keeps_checkpoints=True, run=tmp_path / "run")
+    write(memory, 1)
+    memory.close()
+    assert (tmp_path / "memory" / LOCKED_RUN).read_text() == str(tmp_path / "run")
+
+
+def test_memory_for_all_copies_is_required_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = MemoryLimit(name="the control group's memory", limit_bytes=1000, used_bytes=800)
+    monkeypatch.setattr(space_checks, "tightest_memory_limit", lambda: limit)
+    memory = open_folder(tmp_path)
+    with pytest.raises(SaveError, match="of the control group's memory only"):
+        write(memory, 1)  # three times 80 bytes
+    write(open_folder(tmp_path, keeps=False), 1)
+    memory.close()
 
 
 def test_too_little_memory_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from paceline.config.secret_settings import HIDDEN, holds_secret
 from paceline.config.settings import Settings
@@ -86,7 +87,8 @@ def check_remote_url(url: str, *, name: str = _SETTING) -> None:
         hint = f"--{name} file://{Path(url).expanduser().absolute()}" if is_path else example
         raise UsageError(f"{name} {remove_secrets(url)} is not a URL.", hint=hint)
     is_path = protocol in ("file", "local")
-    if "?" in rest or (not is_path and ("@" in rest or ":" in rest.partition("/")[0])):
+    plain = unquote(rest)
+    if "?" in plain or (not is_path and (set("@#;") & set(plain) or ":" in plain.partition("/")[0])):
         raise UsageError(
             f"{name} contains a user name, a password or a query.",
             cause="the URL is written to logs and to the run folder, where a secret could be read",
@@ -119,6 +121,7 @@ def remove_secrets(text: str) -> str:
     """Return a message without the values of secrets in the environment, queries of URLs, and users in URLs."""
     text = re.sub(r"\?[^\s\"'<>]+", "", text)
     text = re.sub(r"//[^\s\"']+@", "//", text)
+    text = re.sub(r"\b(\w+:/?)[^\s\"'/]+:[^\s\"'/]+@", r"\1", text)  # a URL that lacks a slash
     environment = {**os.environ, **_fsspec_options()}
     secret_names = [name for name in environment if holds_secret([name]) or name.endswith(("_KEY_ID", ".key"))]
     for value in sorted((environment[name] for name in secret_names), key=len, reverse=True):

@@ -5,8 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from paceline.commands.common.execution import collect_problems, refuse_shared_folder, unwritable_folder_error
+from paceline.commands.common.layout_problems import fewer_rank_counts
 from paceline.config.job_reference import parse_jobref
 from paceline.config.merge_settings import RequestedSettings, merge
+from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, raise_all
@@ -29,6 +31,8 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
     folder_text = collect_problems(problems, lambda: _check_run(task, resume=resume)) if chooses_folder else ""
     if task.verb == "train":
         collect_problems(problems, lambda: _check_sinks(task))
+    if joined is None:
+        collect_problems(problems, lambda: fewer_rank_counts(task, _settings(task)))
     raise_all(problems)
     start_text = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"
     return f"would be accepted: {start_text}{folder_text}"
@@ -58,8 +62,12 @@ def check_folder(path: Path) -> None:
         raise unwritable_folder_error(path, error) from None
 
 
+def _settings(task: Task) -> Settings:
+    return merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+
+
 def _check_sinks(task: Task) -> None:
-    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    settings = _settings(task)
     file = None if task.job_handle is not None else parse_jobref(task.job).path
     raise_all(
         missing_sink_errors(settings.watch.to, folders=(Path.cwd(), *([file.parent] if file is not None else [])))

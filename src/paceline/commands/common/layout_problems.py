@@ -63,6 +63,6 @@ def fewer_rank_counts(task: Task, settings: Settings) -> tuple[int, ...]:
         raise UsageError(
             f"--layout {layout} fits no smaller number of ranks down to {minimum}.",
             where="survive.min_ranks",
-            hint="a layout with one size left out, such as pp=2,dp_shard",
+            hint="a layout in which one size follows from the number of ranks, such as pp=2,dp_shard=-1",
         )
     return tuple(counts)

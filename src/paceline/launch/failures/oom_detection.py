@@ -162,6 +162,7 @@ def _memory_limits() -> Iterator[MemoryLimit]:
         ):  # fmt: skip
             with suppress(OSError, ValueError):
                 limit_bytes, used_bytes = (int((folder / file).read_text()) for file in (limit_file, usage_file))
+                used_bytes -= _reclaimable_bytes(folder)
                 if limit_bytes < _NO_LIMIT:
                     yield MemoryLimit(name="the control group's memory", limit_bytes=limit_bytes, used_bytes=used_bytes)
     with suppress(OSError, ValueError, KeyError):
@@ -169,6 +170,14 @@ def _memory_limits() -> Iterator[MemoryLimit]:
         sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
         total = sizes["MemTotal"]
         yield MemoryLimit(name="this machine's memory", limit_bytes=total, used_bytes=total - sizes["MemAvailable"])
+
+
+def _reclaimable_bytes(folder: Path) -> int:
+    """Return the bytes of old files in a control group's memory, which the kernel drops when it needs memory."""
+    with suppress(OSError, ValueError):
+        lines = (folder / "memory.stat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return 0
 
 
 def oom_kill_count(

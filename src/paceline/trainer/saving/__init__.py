@@ -22,4 +22,5 @@ Start with `checkpointer.py`.
   state.
 - `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.
 - `run_identity.py`: The identity of a run: the properties that it must still have when it is resumed.
+- `space_checks.py`: Checks, at the start of a run, that its checkpoints will fit on the disk and into memory.
 """

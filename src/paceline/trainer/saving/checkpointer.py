@@ -48,6 +48,7 @@ from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
 from paceline.trainer.saving.remote_tier import RemoteTier
+from paceline.trainer.saving.space_checks import check_disk_space
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 T = TypeVar("T")
@@ -320,17 +321,26 @@ class Checkpointer:
             f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
         ) if is_newly_lost else ""  # fmt: skip
 
-    def check_savable(self) -> None:
+    def check_savable(self) -> list[Event]:
         """Check after a run's first step that all state can be saved. Every rank must call this.
 
+        Return a warning if the disk will be full.
+
         Raises:
-            CheckpointError: the optimizers have state that no checkpoint can hold.
+            CheckpointError: the optimizers have state that no checkpoint can hold, or the disk has no room for one.
         """
         setup = self._setup
         optimizers, optimizer_shards = setup.update.optimizers, build_train_state(setup).optimizer_shards
         _, scalars = run_on_all_ranks(setup.site, partial(local_state, optimizers, optimizer_shards))
         optimizer_scalars(optimizers, optimizer_shards, scalars)
         self._untracked_state.start_tracking()
+        warning = check_disk_space(
+            build_train_state(setup),
+            folder=self._folder,
+            num_kept=setup.settings.checkpoint.keep,
+            world=self._world,
+        )
+        return [Note(text=warning, level="warning")] if warning else []
 
     def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> list[Event]:
         """Write the outcome of an evaluation into the last checkpoint. Every rank must call this.

@@ -25,7 +25,9 @@ from paceline.config.task import Task
 from paceline.errors import CheckpointError, SaveError
 from paceline.filesystem.atomic_files import read_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
+from paceline.launch.memory_disk import LOCKED_RUN
 from paceline.trainer.saving.background_thread import BackgroundThread
+from paceline.trainer.saving.space_checks import require_free_memory
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _KEPT = 2  # the newest checkpoint, and an older one in case the newest is damaged
@@ -45,18 +47,23 @@ class MemoryFolder:
     """The folder in /dev/shm. All ranks write a checkpoint into it, and rank 0 commits it and removes older ones.
 
     With `keeps_checkpoints`, a restart on the same machine finds the newest checkpoints here. Otherwise a checkpoint is
-    removed once it has been copied to disk. `attempt` is the number of this attempt: the files that are only of use to
+    removed once it has been copied to disk. The folder names the `run`, so that a later command can remove it if this
+    one is killed with all of its processes. `attempt` is the number of this attempt: the files that are only of use to
     the processes of an earlier attempt are removed.
     """
 
-    def __init__(self, path: Path, *, world: World, keeps_checkpoints: bool, attempt: int = 1) -> None:
+    def __init__(
+        self, path: Path, *, world: World, keeps_checkpoints: bool, attempt: int = 1, run: Path | None = None
+    ) -> None:
         self.path = path
+        self._run = run
         self._world = world
         self._num_kept = _KEPT if keeps_checkpoints else 0
         self._work_folder = path / f"{_WORK_FOLDER}-{attempt}"
         self._slots = MemorySlots(self._work_folder / f"rank-{world.rank}")
         self._thread = BackgroundThread("paceline-memory")
         self._lent: Path | None = None
+        self._has_checked_memory = False
         self.background_seconds = 0.0
         """The processor time that the thread of this rank took for the last checkpoint."""
         if world.is_main:
@@ -72,6 +79,8 @@ class MemoryFolder:
         """
         staging = self.path / f"{STAGING_PREFIX}{step_name(step)}-memory"
         try:
+            if not self._has_checked_memory:
+                self._check_memory(total_bytes(files))
             written, sizes = gather_on_all_ranks(self._world, partial(self._copy, staging, files))
             self._thread.add(partial(self._digest, written, step=step))
             if self._world.is_main:
@@ -109,13 +118,26 @@ class MemoryFolder:
         """Wait until nothing is written any more. A failure is not raised, because the run has ended in another way."""
         self._thread.close()
 
+    def _check_memory(self, num_bytes: int) -> None:
+        """Check that there is memory for all checkpoints. This rank writes `num_bytes` bytes of each."""
+        total = sum(self._world.gather_json(num_bytes)) * (self._num_kept + 1)
+        check = partial(require_free_memory, self.path.parent, total)
+        run_on_all_ranks(self._world, lambda: check() if self._world.is_main else None)
+        self._has_checked_memory = True
+
     def _copy(self, staging: Path, files: Files) -> tuple[dict[str, WrittenFile], int]:
         """Copy this rank's tensors into the staging folder, and return the files and their size."""
         self._thread.wait()
         with convert_to_save_error("a checkpoint in memory", self.path):
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._create()
             staging.mkdir(exist_ok=True)
             return self._slots.write(staging, files), total_bytes(files)
+
+    def _create(self) -> None:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        record = self.path / LOCKED_RUN
+        if self._run is not None and self._world.is_main and not record.exists():
+            write_text(record, str(self._run.resolve()))
 
     def _digest(self, written: Mapping[str, WrittenFile], *, step: int) -> None:
         """Compute the digests of this rank's files, and write the entries for rank 0; `null` if that fails."""
@@ -193,5 +215,9 @@ def open_memory_folder(setup: TrainingSetup, task: Task) -> MemoryFolder | None:
     if not task.memory_folder or not is_used or not setup.plan.update_rule.is_synchronous:
         return None
     return MemoryFolder(
-        Path(task.memory_folder), world=setup.world, keeps_checkpoints=keeps_checkpoints, attempt=task.attempt
+        Path(task.memory_folder),
+        world=setup.world,
+        keeps_checkpoints=keeps_checkpoints,
+        attempt=task.attempt,
+        run=Path(task.run),
     )

@@ -317,6 +317,11 @@ def _claim(store: RemoteStore, run: RunFolder, *, is_empty: bool) -> None:
         store.write(_REMOTE_OWNER, f'{{"token": "{token}"}}\n'.encode())
     elif token is None and is_empty and remote_token is not None:
         token = remote_token
+    elif remote_token is None:
+        raise UsageError(
+            f"{store.url}/{_REMOTE_OWNER}, which says whose checkpoints these are, is damaged.",
+            hint="remove this file if they are of this run; the next start writes it again",
+        )
     elif token is None or token != remote_token:
         raise UsageError(
             f"{store.url} has the checkpoints of another run.",

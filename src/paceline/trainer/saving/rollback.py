@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.collective_errors import run_on_all_ranks
+from paceline.console.formatting import plural
 from paceline.data.types import StepInput
 from paceline.errors import CheckpointError, NonFiniteError, RollbackError, RunError
 from paceline.filesystem.atomic_files import parse_json, read_regular, write_text
@@ -39,9 +40,8 @@ class Rollback:
         if policy != "rollback":
             return error
         if len(self.left_out) >= train.max_rollbacks:
-            error.hint = (
-                f"train.max_rollbacks is {train.max_rollbacks}, and {len(self.left_out)} steps are left out already"
-            )
+            left_out = plural(len(self.left_out), "step")
+            error.hint = f"train.max_rollbacks is {train.max_rollbacks}, and {left_out} left out already"
             return error
         record = self._record(error, step_batch)
 
