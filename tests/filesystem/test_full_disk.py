@@ -37,6 +37,17 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_after_the_first_step(smal
     assert ended.code == 3 and "a checkpoint needs" in ended.err and "step 1" in ended.err, ended.text
 
 
+def test_a_run_that_has_saved_is_not_ended_before_its_next_save(small_disk: Path) -> None:
+    """There may be space again by then."""
+    shop = Shop(small_disk)
+    shop.write("job.py", SMALL_JOB)
+    assert shop.train("run", ranks=1, steps=4).code == 0
+    (small_disk / "other").write_bytes(bytes(12 << 20))
+    ended = shop.train("run", "--log.every", "1", ranks=1, steps=8)
+    assert ended.code == 3 and "FAILED at step 8" in ended.err, ended.text
+    assert "run/checkpoints will be full" in ended.text
+
+
 @pytest.mark.parametrize("num_kept", [2, 10**9])
 def test_a_disk_that_will_be_full_is_warned_of(shop: Shop, num_kept: int) -> None:
     shop.write("job.py", SMALL_JOB)

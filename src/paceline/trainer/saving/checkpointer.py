@@ -338,6 +338,7 @@ class Checkpointer:
             build_train_state(setup),
             folder=self._folder,
             num_kept=setup.settings.checkpoint.keep,
+            has_saved=self.has_saved,
             world=self._world,
         )
         return [Note(text=warning, level="warning")] if warning else []

@@ -23,7 +23,7 @@ from paceline.comm.collective_errors import gather_on_all_ranks, run_on_all_rank
 from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.errors import CheckpointError, SaveError
-from paceline.filesystem.atomic_files import read_json, write_text
+from paceline.filesystem.atomic_files import folder_bytes, parse_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.memory_disk import LOCKED_RUN
 from paceline.trainer.saving.background_thread import BackgroundThread
@@ -120,8 +120,9 @@ class MemoryFolder:
 
     def _check_memory(self, num_bytes: int) -> None:
         """Check that there is memory for all checkpoints. This rank writes `num_bytes` bytes of each."""
-        total = sum(self._world.gather_json(num_bytes)) * (self._num_kept + 1)
-        check = partial(require_free_memory, self.path.parent, total)
+        needed = sum(self._world.gather_json(num_bytes)) * (self._num_kept + 1)
+        needed -= sum(map(folder_bytes, list_checkpoints(self.path)))  # of the attempt before, which are replaced
+        check = partial(require_free_memory, self.path.parent, needed)
         run_on_all_ranks(self._world, lambda: check() if self._world.is_main else None)
         self._has_checked_memory = True
 
@@ -140,7 +141,7 @@ class MemoryFolder:
             write_text(record, str(self._run.resolve()))
 
     def _digest(self, written: Mapping[str, WrittenFile], *, step: int) -> None:
-        """Compute the digests of this rank's files, and write the entries for rank 0; `null` if that fails."""
+        """Compute the digests of this rank's files, and write the entries for rank 0; an empty file if that fails."""
         start_time = time.thread_time()
         path = self._entries_path(step, self._world.rank)
         with convert_to_save_error("a checkpoint in memory", self.path):
@@ -148,7 +149,7 @@ class MemoryFolder:
             try:
                 write_text(path, json.dumps(compute_digests(written)))
             except BaseException:
-                path.write_text("null")
+                path.touch()
                 raise
         self.background_seconds = time.thread_time() - start_time
 
@@ -180,10 +181,11 @@ class MemoryFolder:
             if time.monotonic() > deadline:
                 raise SaveError("a rank did not compute the digests of its checkpoint in memory.", where=str(path))
             time.sleep(_POLL_SECONDS)
-        entries: dict[str, Any] | None = read_json(path)
+        text = path.read_bytes()
         path.unlink()
-        if entries is None:
+        if not text:
             raise SaveError("a rank could not compute the digests of its checkpoint in memory.", where=str(path))
+        entries: dict[str, Any] = parse_json(text)
         return entries
 
     def _take_back(self) -> None:

@@ -14,27 +14,30 @@ from paceline.filesystem.disk_full import require_free_space
 from paceline.launch.failures.oom_detection import tightest_memory_limit
 
 
-def check_disk_space(state: TrainState, *, folder: Path, num_kept: int, world: World) -> str:
+def check_disk_space(state: TrainState, *, folder: Path, num_kept: int, has_saved: bool, world: World) -> str:
     """Check that the disk has room for a checkpoint, once the optimizers have their state. Every rank must call this.
 
     Return a warning if the disk has no room for all checkpoints of which the run keeps `num_kept`, else an empty text.
 
     Raises:
-        SaveError: there is no room for a single one.
+        SaveError: there is no room for a single one, and the run has not saved yet.
     """
     files, _ = collect_files(state)
     num_bytes = sum(state.world.gather_json(total_bytes(files)))
-    run_on_all_ranks(world, lambda: require_free_space(folder, num_bytes) if world.is_main else None)
+    is_required = world.is_main and not has_saved
+    run_on_all_ranks(world, lambda: require_free_space(folder, num_bytes) if is_required else None)
     if not world.is_main:
         return ""
     num_missing = num_kept + 1 - len(list_checkpoints(folder))  # one more is written before the oldest is removed
-    free = free_bytes(folder)
-    if num_bytes * num_missing <= free:
-        return ""
-    return (
-        f"the disk of {folder} will be full: the run keeps {plural(num_kept, 'checkpoint')} and writes one more, of "
-        f"{format_size(num_bytes)} each, and {format_size(free)} are free. To keep fewer: --checkpoint.keep"
-    )
+    try:
+        require_free_space(folder, num_bytes * max(0, num_missing))
+    except SaveError:
+        return (
+            f"the disk of {folder} will be full: the run keeps {plural(num_kept, 'checkpoint')} and writes one more, of "
+            f"{format_size(num_bytes)} each, and {format_size(free_bytes(folder))} are free. To keep fewer: "
+            "--checkpoint.keep"
+        )
+    return ""
 
 
 def require_free_memory(folder: Path, num_bytes: int) -> None:
