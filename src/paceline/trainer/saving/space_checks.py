@@ -32,8 +32,9 @@ def check_disk_space(state: TrainState, *, folder: Path, num_kept: int, has_save
     try:
         require_free_space(folder, num_bytes * max(0, num_missing))
     except SaveError:
+        kept = plural(num_kept, "checkpoint")
         return (
-            f"the disk of {folder} will be full: the run keeps {plural(num_kept, 'checkpoint')} and writes one more, of "
+            f"the disk of {folder} will be full: the run keeps {kept} and writes one more, of "
             f"{format_size(num_bytes)} each, and {format_size(free_bytes(folder))} are free. To keep fewer: "
             "--checkpoint.keep"
         )
