@@ -251,7 +251,12 @@ def test_a_message_keeps_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTOPSECRET")
     text = 'AKIDTOPSECRET/topsecretvalue at "http://user:pass@host/bucket?X-Amz-Signature=abc"'
     assert remove_secrets(text) == '•••/••• at "http://host/bucket"'
-    for mistyped in ("s3:/user:hunter22@host/b", "s3:user:hunter22@host/b"):
+    for mistyped in (
+        "s3:/user:hunter22@host/b",
+        "s3:user:hunter22@host/b",
+        "s3:/AKIA:hun/hunter22@b",
+        "s3:/hunter22@b",
+    ):
         assert "hunter22" not in remove_secrets(f"checkpoint.remote {mistyped} is not a URL")
 
 

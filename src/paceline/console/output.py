@@ -33,7 +33,7 @@ def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
     Return the error, or None if the text was written, the reader has exited, or the job has closed the stream. An
     `OSError` never ends a run.
     """
-    if stream.closed:
+    if getattr(stream, "closed", False):
         return None
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):

@@ -1,17 +1,22 @@
 """Folders of checkpoints in memory: a command chooses its own, and removes those that killed commands left."""
 
+import fcntl
+import json
 import os
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.filesystem.run_lock import is_run_folder_locked
+from paceline.filesystem.atomic_files import parse_json, read_regular
+from paceline.filesystem.run_lock import LOCK
 
 MEMORY_DISK = Path("/dev/shm")
 LOCKED_RUN = "run"
-"""The file in such a folder that contains the path of the run, whose lock its command holds."""
+"""The file in such a folder that names the lock file of the run, which its command has locked."""
 _PREFIX = "paceline-memory-"
+_MAX_BYTES = 1 << 14
 
 
 def choose_memory_folder() -> str:
@@ -24,14 +29,39 @@ def choose_memory_folder() -> str:
     return str(MEMORY_DISK / f"{_PREFIX}{secrets.token_hex(8)}")
 
 
+def describe_lock(run: Path) -> str:
+    """Return the content of `LOCKED_RUN` for a run: the path of its lock file, and the file's identity."""
+    path = run.resolve() / LOCK
+    stats = path.stat()
+    return json.dumps([str(path), stats.st_dev, stats.st_ino])
+
+
 def remove_abandoned_memory_folders() -> None:
     """Remove the folders of this user's commands that were killed together with all of their processes.
 
-    Call this before the run is locked, because the same run may have left a folder. If the run of a folder is not
-    found, its command may be running in another container, so the folder is kept.
+    A folder is removed only if its command's own lock file was found and is not locked: another container may have
+    another run at the same path. Call this before the run is locked, because the same run may have left a folder.
     """
     for folder in MEMORY_DISK.glob(f"{_PREFIX}*"):
-        with suppress(OSError, ValueError):
-            run = Path((folder / LOCKED_RUN).read_text())
-            if folder.stat().st_uid == os.geteuid() and run.is_dir() and not is_run_folder_locked(run):
+        with suppress(OSError, ValueError, TypeError):
+            stats = folder.lstat()
+            if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.geteuid():
+                continue
+            lock, *identity = parse_json(read_regular(folder / LOCKED_RUN, max_bytes=_MAX_BYTES))
+            if _is_free(Path(lock), identity):
                 shutil.rmtree(folder)
+
+
+def _is_free(lock: Path, identity: list[int]) -> bool:
+    """Return whether a lock file has this identity and is not locked.
+
+    Raises:
+        OSError: it is locked, or can't be opened.
+    """
+    handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        stats = os.fstat(handle)
+        return [stats.st_dev, stats.st_ino] == identity
+    finally:
+        os.close(handle)

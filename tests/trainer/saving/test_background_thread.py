@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, SaveError
 from paceline.events import CheckpointSaved, Note
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.launch.failures.oom_detection import MemoryLimit
-from paceline.launch.memory_disk import LOCKED_RUN
+from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
 from paceline.trainer.saving import memory_folder, space_checks
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.background_thread import BackgroundThread
@@ -159,10 +159,12 @@ def test_the_next_attempt_removes_only_what_no_checkpoint_needs(tmp_path: Path) 
 
 
 def test_the_folder_says_which_run_it_belongs_to(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
     memory = MemoryFolder(tmp_path / "memory", world=World.alone(), keeps_checkpoints=True, run=tmp_path / "run")
     write(memory, 1)
     memory.close()
-    assert (tmp_path / "memory" / LOCKED_RUN).read_text() == str(tmp_path / "run")
+    assert (tmp_path / "memory" / LOCKED_RUN).read_text() == describe_lock(tmp_path / "run")
 
 
 def test_memory_for_all_copies_is_required_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

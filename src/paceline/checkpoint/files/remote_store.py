@@ -121,7 +121,7 @@ def remove_secrets(text: str) -> str:
     """Return a message without the values of secrets in the environment, queries of URLs, and users in URLs."""
     text = re.sub(r"\?[^\s\"'<>]+", "", text)
     text = re.sub(r"//[^\s\"']+@", "//", text)
-    text = re.sub(r"\b(\w+:/?)[^\s\"'/]+:[^\s\"'/]+@", r"\1", text)  # a URL that lacks a slash
+    text = re.sub(r"\b(\w[\w+.-]*:/?)[^\s\"']+@", r"\1", text)  # a URL that lacks a slash
     environment = {**os.environ, **_fsspec_options()}
     secret_names = [name for name in environment if holds_secret([name]) or name.endswith(("_KEY_ID", ".key"))]
     for value in sorted((environment[name] for name in secret_names), key=len, reverse=True):

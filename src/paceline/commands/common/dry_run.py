@@ -8,6 +8,7 @@ from paceline.commands.common.execution import collect_problems, refuse_shared_f
 from paceline.commands.common.layout_problems import fewer_rank_counts
 from paceline.config.job_reference import parse_jobref
 from paceline.config.merge_settings import RequestedSettings, merge
+from paceline.config.parse_auto_layout import is_auto
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.console.formatting import plural
@@ -31,7 +32,7 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
     folder_text = collect_problems(problems, lambda: _check_run(task, resume=resume)) if chooses_folder else ""
     if task.verb == "train":
         collect_problems(problems, lambda: _check_sinks(task))
-    if joined is None:
+    if joined is None and not is_auto(task.layout):
         collect_problems(problems, lambda: fewer_rank_counts(task, _settings(task)))
     raise_all(problems)
     start_text = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"

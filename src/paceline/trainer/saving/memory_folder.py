@@ -25,7 +25,7 @@ from paceline.config.task import Task
 from paceline.errors import CheckpointError, SaveError
 from paceline.filesystem.atomic_files import folder_bytes, parse_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
-from paceline.launch.memory_disk import LOCKED_RUN
+from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
 from paceline.trainer.saving.background_thread import BackgroundThread
 from paceline.trainer.saving.space_checks import require_free_memory
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -138,7 +138,8 @@ class MemoryFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         record = self.path / LOCKED_RUN
         if self._run is not None and self._world.is_main and not record.exists():
-            write_text(record, str(self._run.resolve()))
+            with suppress(OSError):  # without a lock file, nobody else may remove the folder
+                write_text(record, describe_lock(self._run))
 
     def _digest(self, written: Mapping[str, WrittenFile], *, step: int) -> None:
         """Compute the digests of this rank's files, and write the entries for rank 0; an empty file if that fails."""
