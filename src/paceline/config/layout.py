@@ -181,7 +181,7 @@ def _unknown_axis_error(text: str, position: int, name: str, value: str) -> Layo
             cause="a layout name comes first; anything else is written as axes",
             hint=f"--layout {_as_axes(text, position, LayoutKind(name), value if is_count(value) else '2')}",
         )
-    if name in known_names:
+    if name in AXES:
         parts = text.split(",")
         return LayoutError(
             f"{name} in {text!r} has no size.",
