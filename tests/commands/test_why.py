@@ -125,10 +125,13 @@ def test_a_run_that_can_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_a_damaged_request_does_not_hide_a_failure(tmp_path: Path, request_text: str) -> None:
     run = _run_folder(tmp_path)
     (run / "logs" / "attempt-1" / "request.json").write_text(request_text)
-    failure = {"event": "RunFailed", "failure": {"rank": 1, "kind": "ValueError", "message": "bad"}}
-    (run / "events.jsonl").write_text(json.dumps(failure) + "\n")
+    failure = {"rank": 1, "kind": "ValueError", "message": "bad", "exit_code": 1}
+    (run / "logs" / "attempt-1" / "first-failure.json").write_text(json.dumps(failure))
+    (run / "logs" / "attempt-1" / "rank-0.log").touch()
+    (run / "events.jsonl").write_text(json.dumps({"event": "RunStarted", "attempt": 1}) + "\n")
     (run / ".lock").write_text("[" * 5000)
-    assert explain_run(str(run)).run == run
+    explanation = explain_run(str(run))
+    assert explanation.state == "failed" and explanation.outcome is not None and explanation.outcome.ranks == 1
 
 
 def test_a_run_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

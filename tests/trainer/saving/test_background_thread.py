@@ -243,7 +243,7 @@ def test_a_digest_that_fails_on_one_rank_is_not_waited_for(
     with pytest.raises(CheckpointError, match="Input/output error" if failing_rank == 0 else "could not compute"):
         memories[0].complete()
     assert time.monotonic() - begun < 10
-    assert [path.name for path in (tmp_path / "memory").glob("step-*")] == ["step-00000001"]
+    assert [name for name in names(tmp_path / "memory") if "step" in name] == ["step-00000001"]
     for memory in memories:
         memory.close()
 

@@ -417,7 +417,7 @@ def test_two_runs_of_one_name_do_not_mix_their_checkpoints(tmp_path: Path) -> No
     write_step(tmp_path / "2" / "run" / "checkpoints", 4)
     connect(remote, tmp_path / "2" / "run")
     (tmp_path / "store" / "run" / "run.json").write_text("{}")
-    with pytest.raises(UsageError, match="has the checkpoints of another run"):
+    with pytest.raises(UsageError, match="which says whose checkpoints these are, is damaged"):
         connect(remote, tmp_path / "1" / "run")
 
 

@@ -88,8 +88,7 @@ class MemoryFolder:
                 self._thread.add(partial(self._commit, staging, step=step, state=text))
         except CheckpointError:
             self._slots.remove()
-            for unfinished in self.path.glob(f"{STAGING_PREFIX}*"):  # also of the checkpoint before, which failed
-                discard_staging_folder(unfinished)
+            self._discard_unfinished()
             raise
         return MemoryCheckpoint(path=self.path / step_name(step), num_bytes=sum(sizes))
 
@@ -99,7 +98,11 @@ class MemoryFolder:
 
     def complete(self) -> None:
         """Wait until the last checkpoint is committed. Every rank must call this; a failure is raised on all."""
-        run_on_all_ranks(self._world, self._thread.wait)
+        try:
+            run_on_all_ranks(self._world, self._thread.wait)
+        except CheckpointError:
+            self._discard_unfinished()
+            raise
 
     def wait_until_committed(self) -> None:
         """Wait like `complete`, but leave a failure to the next save. Every rank must call this."""
@@ -134,6 +137,11 @@ class MemoryFolder:
             staging.mkdir(exist_ok=True)
             return self._slots.write(staging, files), total_bytes(files)
 
+    def _discard_unfinished(self) -> None:
+        """Remove what a failed save left, also that of the checkpoint before."""
+        for unfinished in self.path.glob(f"{STAGING_PREFIX}*"):
+            discard_staging_folder(unfinished)
+
     def _create(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
         record = self.path / LOCKED_RUN
@@ -146,8 +154,8 @@ class MemoryFolder:
         start_time = time.thread_time()
         path = self._entries_path(step, self._world.rank)
         with convert_to_save_error("a checkpoint in memory", self.path):
-            self._work_folder.mkdir(mode=0o700, exist_ok=True)
             try:
+                self._work_folder.mkdir(mode=0o700, exist_ok=True)
                 write_text(path, json.dumps(compute_digests(written)))
             except BaseException:
                 path.touch()

@@ -273,12 +273,16 @@ def _connect(
         if resume_url and is_empty:
             run_url, step_name = _split_resume_url(resume_url)
             source = RemoteFolder(open_remote_store(run_url))
-        if is_restart and has_memory:
-            source = None
         if is_empty and source is not None:
-            if source.list_candidates():
+            try:
+                has_candidates = bool(source.list_candidates())
+            except RemoteError as error:
+                if not (is_restart and has_memory and error.is_temporary):
+                    raise
+                has_candidates = False
+            if has_candidates:
                 _fetch_records(source.store, run)
-            elif resume_url:
+            elif resume_url and not has_memory:
                 hint = "the URL of a run, or of a checkpoint in it: --resume s3://bucket/folder/RUN"
                 raise UsageError(f"there is no checkpoint in {resume_url}.", hint=hint)
             else:

@@ -41,7 +41,7 @@ class RemoteTier:
         self._failure_time: float | None = None  # of the first of them
         self._delay, self._retry_time = _FIRST_DELAY_SECONDS, 0.0
         self._sent_bytes = 0
-        self._damaged: Path | None = None
+        self._damaged: Path | None = None  # the checkpoint that the last warning named
         self._thread = threading.Thread(target=self._work, name="paceline-uploads", daemon=True)
         self.path_in_use: Path | None = None
         """The checkpoint that is being read. It must not be removed."""
@@ -150,7 +150,7 @@ class RemoteTier:
         try:
             self._upload(path, BEST)
         except CheckpointError as error:
-            if path != self._damaged:
+            if path.exists() and path != self._damaged:
                 text = f"the best checkpoint, {path.name}, is not uploaded: {error.what}"
                 self._emit(Note(text=text, level="warning"))
             self._damaged = path
