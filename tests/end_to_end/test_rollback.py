@@ -73,7 +73,7 @@ def test_too_many_rollbacks_end_the_run(small: Shop) -> None:
     text = train(small, "run", "--train.on_nonfinite", "rollback", "--train.max_rollbacks", "2", bad="nan", steps=12,
                  code=1)  # fmt: skip
     assert len(skipped(small, "run")) == 2
-    assert "NonFiniteError" in text and "train.max_rollbacks is 2, and 2 steps are left out already" in text, text
+    assert "NonFiniteError" in text and "train.max_rollbacks is 2; left out already: 2 steps" in text, text
 
 
 def test_a_spike_is_skipped_or_ends_the_run(small: Shop) -> None:

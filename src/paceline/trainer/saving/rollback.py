@@ -41,7 +41,7 @@ class Rollback:
             return error
         if len(self.left_out) >= train.max_rollbacks:
             left_out = plural(len(self.left_out), "step")
-            error.hint = f"train.max_rollbacks is {train.max_rollbacks}, and {left_out} left out already"
+            error.hint = f"train.max_rollbacks is {train.max_rollbacks}; left out already: {left_out}"
             return error
         record = self._record(error, step_batch)
 
