@@ -324,8 +324,9 @@ def main() -> None:
     chance, before = random.Random(options.seed), left_behind()
     share = -(-options.kills // len(options.layouts))
     totals, different = Tally(), 0
-    print(f"{'layout':<12} {'kills':>6} {'recovered':>9} {'p50':>7} {'p99':>7} {'worst':>7}  weights")
     folder = tempfile.mkdtemp(prefix="kills-")
+    print(f"the runs are in {folder} while they last")
+    print(f"{'layout':<12} {'kills':>6} {'recovered':>9} {'p50':>7} {'p99':>7} {'worst':>7}  weights")
     for name in options.layouts:
         tally, results = Tally(), []
         while tally.num_kills < share:

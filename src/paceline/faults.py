@@ -19,7 +19,7 @@ PROCESS_KINDS = ("kill", "raise", "exit", "hang", "stop", "slow")
 DISK_FULL = "disk_full"
 """The kind that makes each write of a rank fail during a save."""
 TRAINING_KINDS = ("nan", "spike", "corrupt")
-"""Kinds that change the numbers of a step; `inject_training_fault` injects them."""
+"""Kinds that change the numbers of a step; `fault_injection.py` injects them."""
 KINDS = (*PROCESS_KINDS, DISK_FULL, *TRAINING_KINDS)
 POINTS = ("step", "save", "eval")
 _HANG_SECONDS = 3600.0
@@ -39,6 +39,11 @@ class Fault:
     point: str = "step"
     attempt: int = 1
     seconds: float = _SLOW_SECONDS
+
+    @property
+    def moment(self) -> tuple[int, str, int]:
+        """The attempt, the point and the step of the fault."""
+        return self.attempt, self.point, self.step
 
     @override
     def __str__(self) -> str:
@@ -141,6 +146,7 @@ class Faults:
     """
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int, attempt_folder: Path | None = None) -> None:
+        self._all = faults
         self._attempt_folder = attempt_folder
         self._earlier = [fault for fault in faults if fault.rank == rank and fault.attempt < attempt]
         self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
@@ -205,7 +211,8 @@ class Faults:
         if self._attempt_folder is None:
             return False
         folder = self._attempt_folder.parent / f"attempt-{fault.attempt}"
-        return folder.is_dir() and not self._mark(folder, fault).exists()
+        moment = [other for other in self._all if other.moment == fault.moment]  # the first of them ends the attempt
+        return folder.is_dir() and not any(self._mark(folder, other).exists() for other in moment)
 
     @staticmethod
     def _mark(folder: Path, fault: Fault) -> Path:

@@ -100,6 +100,8 @@ def _run_folder(folder: Path) -> Path:
 def test_a_run_whose_events_are_lost_was_not_killed(tmp_path: Path, has_weights: bool, state: str) -> None:
     run = _run_folder(tmp_path)
     (run / "events.jsonl").touch()
+    assert explain_run(str(run)).state == "killed", "before its first event"
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0}) + "\n")
     if has_weights:
         (run / "weights.json").write_text("{}")
     explanation = explain_run(str(run))

@@ -148,6 +148,7 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
         ("dp=x", "needs a count, got 'x'"),
         ("wide=3", "is not an axis"),
         ("pp=2,dp_shard", "dp_shard in 'pp=2,dp_shard' has no size"),
+        ("pp=2,zero", "zero in 'pp=2,zero' has no value"),
         ("pp=2,dp", "in 'pp=2,dp' has no size"),
         ("", "is not a layout"),
         ("threads=0", "needs a count"),

@@ -31,6 +31,8 @@ def test_only_the_folders_of_ended_commands_are_removed(tmp_path: Path, monkeypa
     locks["replaced"].close()
     shutil.move(tmp_path / "replaced", tmp_path / "elsewhere")  # and another run has its name now
     lock_run_folder(tmp_path / "replaced", on_wait=print).close()
-    memory_disk.remove_abandoned_memory_folders()
+    memory_disk.remove_abandoned_memory_folders(tmp_path / "another")
     assert {name for name, folder in folders.items() if not folder.exists()} == {"ended"}
+    memory_disk.remove_abandoned_memory_folders(tmp_path / "running")  # as its next command, which has locked it
+    assert {name for name, folder in folders.items() if not folder.exists()} == {"ended", "running"}
     locks["running"].close()

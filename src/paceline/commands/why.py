@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.checkpoint.files.checkpoint_folder import list_checkpoints
 from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD
 from paceline.commands.command_table import VerbOutput, WhyOptions
 from paceline.commands.common.resume_command import build_resume_command
@@ -177,7 +178,7 @@ def explain_run(run: str | None = None) -> Explanation:
         return replace(explanation, state=state, resume_command=_resume_command(folder) if state == "stopped" else "")
     if not history.events and (folder.path / WEIGHTS_RECORD).exists():
         return replace(explanation, state="done")
-    if not history.events and folder.events.exists():
+    if not history.events and folder.events.exists() and (history.steps or list_checkpoints(folder.checkpoints)):
         return replace(explanation, state="unknown", resume_command=_resume_command(folder))
     positions = observe_ranks(attempt)
     step = max([explanation.step, *(position.step for position in positions)])

@@ -188,6 +188,8 @@ def _unknown_axis_error(text: str, position: int, name: str, value: str) -> Layo
             cause="the remaining ranks have to be asked for",
             hint=f"--layout {','.join(f'{name}=-1' if index == position else p for index, p in enumerate(parts))}",
         )
+    if name in OPTIONS:
+        return LayoutError(f"{name} in {text!r} has no value.", hint="the options: docs/layouts.md")
     return LayoutError(
         f"{name!r} in {text!r} is not an axis.",
         cause=did_you_mean(name, known_names),

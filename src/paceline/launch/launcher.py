@@ -88,9 +88,9 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     """
     if request.ranks > 1:
         listen_on_free_port().close()  # fail early: the fork server would find out only after it imported torch
-    if request.saves_checkpoints:
-        remove_abandoned_memory_folders()
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
+    if run_lock is not None:
+        remove_abandoned_memory_folders(request.run.path)
     memory_folder = choose_memory_folder() if request.saves_checkpoints else ""
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(

@@ -36,19 +36,22 @@ def describe_lock(run: Path) -> str:
     return json.dumps([str(path), stats.st_dev, stats.st_ino])
 
 
-def remove_abandoned_memory_folders() -> None:
+def remove_abandoned_memory_folders(locked_run: Path) -> None:
     """Remove the folders of this user's commands that were killed together with all of their processes.
 
     A folder is removed only if its command's own lock file was found and is not locked: another container may have
-    another run at the same path. Call this before the run is locked, because the same run may have left a folder.
+    another run at the same path. The caller has locked `locked_run`, so folders of this run are abandoned too.
     """
+    own_lock = None
+    with suppress(OSError):
+        own_lock = json.loads(describe_lock(locked_run))
     for folder in MEMORY_DISK.glob(f"{_PREFIX}*"):
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, LookupError):
             stats = folder.lstat()
             if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.geteuid():
                 continue
-            lock, *identity = parse_json(read_regular(folder / LOCKED_RUN, max_bytes=_MAX_BYTES))
-            if _is_free(Path(lock), identity):
+            record = parse_json(read_regular(folder / LOCKED_RUN, max_bytes=_MAX_BYTES))
+            if record == own_lock or _is_free(Path(record[0]), record[1:]):
                 shutil.rmtree(folder)
 
 

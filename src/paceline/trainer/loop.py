@@ -311,15 +311,14 @@ class Loop:
         self.event_bus.emit_all(self._checkpointer.complete())
         tolerating = self._checkpointer.tolerating_failure(is_final=not in_background)
         with tolerating as events, self._faults.full_disk(step=self.cursor.step):
-            events += self._checkpointer.save(
-                cursor=self.cursor,
-                loader=self.loader,
-                progress=self.progress.as_json(),
-                is_best=is_best,
-                in_background=in_background,
-            )
+            events += self._checkpointer.save(**self._saved_state, is_best=is_best, in_background=in_background)
         self.event_bus.emit_all(events)
         self._logger.clock.save_seconds += time.perf_counter() - start_time
+
+    @property
+    def _saved_state(self) -> dict[str, Any]:
+        """The part of the loop's state that checkpoints hold, as arguments."""
+        return {"cursor": self.cursor, "loader": self.loader, "progress": self.progress.as_json()}
 
     @property
     def position_text(self) -> str:
@@ -365,7 +364,7 @@ class Loop:
             self._next_check_step = self._replica_checks.next_step(step)
         if step == self._start_step + 1:
             self.finish_pending()
-            self.event_bus.emit_all(self._checkpointer.check_savable())
+            self.event_bus.emit_all(self._checkpointer.check_savable(**self._saved_state))
         is_last_step = self.is_over()
         is_evaluation_due = self.setup.job.eval_data is not None and (step % self.eval_every == 0 or is_last_step)
         is_save_due = step % self.save_every == 0 or self._checkpointer.needs_trial
@@ -391,7 +390,7 @@ class Loop:
         self.setup.step.deferred_finite_check.check_last_step()
         self._check_replicas()  # a restart must not continue from a wrong copy
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
-        self.event_bus.emit_all(tier.save(cursor=self.cursor, loader=self.loader, progress=self.progress.as_json()))
+        self.event_bus.emit_all(tier.save(**self._saved_state))
         self._logger.clock.save_seconds += time.perf_counter() - start_time
 
     def _check_replicas(self) -> None:

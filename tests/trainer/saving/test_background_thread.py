@@ -169,9 +169,9 @@ def test_the_folder_says_which_run_it_belongs_to(tmp_path: Path) -> None:
 
 def test_memory_for_all_copies_is_required_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = MemoryLimit(name="the control group's memory", limit_bytes=1000, used_bytes=830)
-    monkeypatch.setattr(space_checks, "tightest_memory_limit", lambda: limit)
+    monkeypatch.setattr(space_checks, "tightest_shared_limit", lambda: limit)
     memory = open_folder(tmp_path)
-    with pytest.raises(SaveError, match="of the control group's memory only"):
+    with pytest.raises(SaveError, match="are free in the control group's memory"):
         write(memory, 1)  # three times 80 bytes
     memory.close()
     once = open_folder(tmp_path, keeps=False)

@@ -140,6 +140,12 @@ def tightest_memory_limit() -> MemoryLimit | None:
     return min(_memory_limits(), key=lambda limit: limit.limit_bytes - limit.used_bytes, default=None)
 
 
+def tightest_shared_limit() -> MemoryLimit | None:
+    """Return the limit on the memory of several processes that leaves the least free, or None if there is no limit."""
+    limits = [limit for limit in _memory_limits() if not limit.is_own]
+    return min(limits, key=lambda limit: limit.limit_bytes - limit.used_bytes, default=None)
+
+
 def process_bytes_under(limit: MemoryLimit | None) -> int:
     """Return the bytes of this process that count towards a limit."""
     if limit is not None and limit.is_own:
@@ -162,7 +168,7 @@ def _memory_limits() -> Iterator[MemoryLimit]:
         ):  # fmt: skip
             with suppress(OSError, ValueError):
                 limit_bytes, used_bytes = (int((folder / file).read_text()) for file in (limit_file, usage_file))
-                used_bytes -= _reclaimable_bytes(folder)
+                used_bytes -= _reclaimable_bytes(folder / "memory.stat")
                 if limit_bytes < _NO_LIMIT:
                     yield MemoryLimit(name="the control group's memory", limit_bytes=limit_bytes, used_bytes=used_bytes)
     with suppress(OSError, ValueError, KeyError):
@@ -172,11 +178,11 @@ def _memory_limits() -> Iterator[MemoryLimit]:
         yield MemoryLimit(name="this machine's memory", limit_bytes=total, used_bytes=total - sizes["MemAvailable"])
 
 
-def _reclaimable_bytes(folder: Path) -> int:
+def _reclaimable_bytes(statistics: Path) -> int:
     """Return the bytes of old files in a control group's memory, which the kernel drops when it needs memory."""
     with suppress(OSError, ValueError):
-        lines = (folder / "memory.stat").read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        sizes = dict(line.split() for line in statistics.read_text().splitlines())
+        return int(sizes.get("total_inactive_file") or sizes.get("inactive_file") or 0)  # cgroup v1 has both
     return 0
 
 

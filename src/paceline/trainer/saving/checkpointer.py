@@ -23,7 +23,8 @@ from paceline.checkpoint.files.checkpoint_folder import (
     step_name,
 )
 from paceline.checkpoint.files.manifest import update_state
-from paceline.checkpoint.optimizer_state import OptimizerShards, local_state, optimizer_scalars
+from paceline.checkpoint.files.two_phase_commit import total_bytes
+from paceline.checkpoint.optimizer_state import OptimizerShards
 from paceline.checkpoint.pipedream_state import Files, StashedWeightsState
 from paceline.checkpoint.resume_checks import record_settings
 from paceline.checkpoint.train_state import (
@@ -39,7 +40,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import SaveError
 from paceline.events import CheckpointSaved, Event, Note
 from paceline.filesystem.atomic_files import folder_bytes
-from paceline.filesystem.disk_full import convert_to_save_error
+from paceline.filesystem.disk_full import convert_to_save_error, require_free_space
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.step.local_sgd.local_sgd_step import LocalStep
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
@@ -48,7 +49,7 @@ from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
 from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
 from paceline.trainer.saving.remote_tier import RemoteTier
-from paceline.trainer.saving.space_checks import check_disk_space
+from paceline.trainer.saving.space_checks import warn_of_full_disk
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 T = TypeVar("T")
@@ -321,27 +322,30 @@ class Checkpointer:
             f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
         ) if is_newly_lost else ""  # fmt: skip
 
-    def check_savable(self) -> list[Event]:
+    def check_savable(self, *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any]) -> list[Event]:
         """Check after a run's first step that all state can be saved. Every rank must call this.
 
-        Return a warning if the disk will be full.
+        The disk must have room for a checkpoint, unless the run has saved before: there may be space again by the next
+        save. Return a warning if the disk has no room for all checkpoints that the run keeps.
 
         Raises:
-            CheckpointError: the optimizers have state that no checkpoint can hold, or the disk has no room for one.
+            CheckpointError: the optimizers have state that no checkpoint can hold, or the disk is too full.
         """
-        setup = self._setup
-        optimizers, optimizer_shards = setup.update.optimizers, build_train_state(setup).optimizer_shards
-        _, scalars = run_on_all_ranks(setup.site, partial(local_state, optimizers, optimizer_shards))
-        optimizer_scalars(optimizers, optimizer_shards, scalars)
+        num_bytes = self.write(self._measure, cursor=cursor, loader=loader, progress=progress)
         self._untracked_state.start_tracking()
-        warning = check_disk_space(
-            build_train_state(setup),
-            folder=self._folder,
-            num_kept=setup.settings.checkpoint.keep,
-            has_saved=self.has_saved,
-            world=self._world,
-        )
+        is_required = self._world.is_main and not self.has_saved
+        run_on_all_ranks(self._world, lambda: self._require_space(num_bytes) if is_required else None)
+        num_kept = self._setup.settings.checkpoint.keep
+        warning = warn_of_full_disk(self._folder, num_bytes, num_kept=num_kept) if self._world.is_main else ""
         return [Note(text=warning, level="warning")] if warning else []
+
+    def _measure(self, *, files: Files, state: Mapping[str, Any]) -> int:
+        """Return the size of a checkpoint's tensors on all ranks, in bytes."""
+        return sum(self._world.gather_json(total_bytes(files)))
+
+    def _require_space(self, num_bytes: int) -> None:
+        with convert_to_save_error("the first checkpoint", self._folder):
+            require_free_space(self._folder, num_bytes)
 
     def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> list[Event]:
         """Write the outcome of an evaluation into the last checkpoint. Every rank must call this.

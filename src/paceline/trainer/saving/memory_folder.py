@@ -23,7 +23,7 @@ from paceline.comm.collective_errors import gather_on_all_ranks, run_on_all_rank
 from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.errors import CheckpointError, SaveError
-from paceline.filesystem.atomic_files import folder_bytes, parse_json, write_text
+from paceline.filesystem.atomic_files import parse_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
 from paceline.trainer.saving.background_thread import BackgroundThread
@@ -123,9 +123,8 @@ class MemoryFolder:
 
     def _check_memory(self, num_bytes: int) -> None:
         """Check that there is memory for all checkpoints. This rank writes `num_bytes` bytes of each."""
-        needed = sum(self._world.gather_json(num_bytes)) * (self._num_kept + 1)
-        needed -= sum(map(folder_bytes, list_checkpoints(self.path)))  # of the attempt before, which are replaced
-        check = partial(require_free_memory, self.path.parent, needed)
+        sizes, num_copies = self._world.gather_json(num_bytes), max(1, self._num_kept) + 1
+        check = partial(require_free_memory, self.path, sizes, num_copies=num_copies)
         run_on_all_ranks(self._world, lambda: check() if self._world.is_main else None)
         self._has_checked_memory = True
 
