@@ -222,7 +222,7 @@ def test_a_digest_that_fails_on_one_rank_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
 ) -> None:
     """The checkpoint before stays the newest, and rank 0 learns of the error at its next save, without the timeout."""
-    worlds = [World(rank=rank, world_size=2) for rank in (0, 1)]
+    worlds = [World(rank=rank, world_size=2, timeout_seconds=20) for rank in (0, 1)]
     memories = [MemoryFolder(tmp_path / "memory", world=world, keeps_checkpoints=True) for world in worlds]
     compute = memory_folder.compute_digests
 
