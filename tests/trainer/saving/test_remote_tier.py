@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -143,7 +144,8 @@ def test_a_server_that_is_away_for_a_while_is_no_reason_to_wait(shop: Shop, serv
         until = time.monotonic() + 30
         while "saved step-00000012" not in log.read_text() and time.monotonic() < until:
             time.sleep(0.05)
-        assert "warning: step 8 is not uploaded yet; the run continues" in log.read_text()
+        # of step 4 if the gate was closed before the answer to its last request
+        assert re.search("warning: step [48] is not uploaded yet; the run continues", log.read_text())
     finally:
         server.gate.open()
     out, err = process.communicate(timeout=60)
