@@ -2,6 +2,7 @@
 
     python benchmarks/kills.py                                   # 1,000 kills over nine layouts and update rules
     python benchmarks/kills.py --kills 60 --layouts ddp fsdp     # fewer
+    python benchmarks/kills.py --kinds server --kills 40         # only kills of the fork server
     python benchmarks/kills.py --exact --layouts ddp zero2 pp    # in exact mode
     python benchmarks/kills.py --background --layouts ddp fsdp   # saves in the background, and in memory at each step
     python benchmarks/kills.py --launcher torchrun --kills 60    # torchrun --max-restarts 5 starts the ranks again
@@ -170,12 +171,19 @@ def processes_of(command: int) -> Processes:
             if b"script_server" in _command_of(server):
                 return Processes(server, server, tuple(children(server)))
         return Processes(command, command, tuple(children(command)))
-    for server in children(command):
+    for server in [*children(command), *_adopted_servers(command)]:
         for starter in children(server):
             ranks = tuple(pid for pid in children(starter) if _log_of(pid).startswith("rank-"))
             if ranks:
                 return Processes(server, starter, ranks)
     return Processes()
+
+
+def _adopted_servers(command: int) -> list[int]:
+    """The fork servers of a command that are not its children, because they replaced one that was killed."""
+    end = f"\0{command}\0".encode()
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if b"agent.forkserver" in (line := _command_of(pid)) and line.endswith(end)]
 
 
 def _command_of(pid: int) -> bytes:
@@ -250,7 +258,7 @@ def disturb(
         before = events.last_step
         if not before or before > steps - 3:
             continue
-        weights = KIND_WEIGHTS[options.launcher]
+        weights = {kind: w for kind, w in KIND_WEIGHTS[options.launcher].items() if kind in (options.kinds or [kind])}
         kind = chance.choices(list(weights), weights=list(weights.values()))[0]
         killed = kill_once(kind, process.pid, chance)
         if killed is None:
@@ -315,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--layouts", nargs="+", default=[], choices=list(LAYOUTS))
+    parser.add_argument("--kinds", nargs="+", default=[], choices=list(KIND_WEIGHTS["paceline"]))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--background", action="store_true")

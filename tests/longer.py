@@ -5,7 +5,7 @@
 
 SOAK = [
     "end_to_end/test_automatic_restarts.py::test_a_script_restarts_too",
-    "end_to_end/test_automatic_restarts.py::test_a_killed_fork_server_is_started_again_and_a_killed_starter_is_forked[starter]",
+    "end_to_end/test_automatic_restarts.py::test_a_fork_server_that_is_killed_between_two_attempts_is_replaced",
     "launch/test_consecutive_runs_in_one_script.py::test_a_script_of_several_runs_ends[torchrun]",
     "launch/test_rank_files_under_torchrun.py::test_the_console_of_a_script_stays_as_it_is",
     "end_to_end/test_resized_runs.py::test_a_lost_rank_is_left_out_and_comes_back_with_the_same_weights[ddp]",

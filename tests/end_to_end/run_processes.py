@@ -1,5 +1,6 @@
 """Find the processes of one run by an environment variable that they all inherit."""
 
+import os
 import time
 from pathlib import Path
 
@@ -44,3 +45,8 @@ def children(parent: int) -> list[int]:
 def starter_of(forkserver: int) -> int:
     """The process that a fork server has forked to start the ranks."""
     return next(pid for pid in children(forkserver) if children(pid))
+
+
+def spare_of(forkserver: int) -> int:
+    """The process that a fork server has forked to replace it, which leads a group of its own."""
+    return next(pid for pid in children(forkserver) if os.getsid(pid) == pid)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
-from tests.end_to_end.run_processes import children, marked_processes, starter_of, wait_until_gone
+from tests.end_to_end.run_processes import children, marked_processes, spare_of, starter_of, wait_until_gone
 from tests.end_to_end.test_interrupted_runs import wait_for
 
 STEPS = 16
@@ -131,21 +131,55 @@ def test_ctrl_c_in_the_pause_before_a_restart_ends_the_run(shop: Shop) -> None:
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("victim", ["fork server", "starter"])
-def test_a_killed_fork_server_is_started_again_and_a_killed_starter_is_forked(shop: Shop, victim: str) -> None:
+def test_a_killed_starter_or_fork_server_is_replaced_without_another_import_of_torch(shop: Shop) -> None:
+    """A starter is forked again; a spare replaces a server; if both are killed, the command starts another server."""
+    mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(
-        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "300", "--checkpoint.every", "20",
-        "--train.on_nonfinite", "skip",
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "400", "--checkpoint.every", "20",
+        "--train.on_nonfinite", "skip", environ={"MARK": mark},
     )  # fmt: skip
-    log = shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log"
-    wait_for(log, "step 20 ")
-    (forkserver,) = children(process.pid)
-    killed = forkserver if victim == "fork server" else starter_of(forkserver)
-    os.kill(killed, signal.SIGKILL)
-    wait_for(shop.path / "cut" / "logs" / "attempt-2" / "rank-0.log", "step 1")
-    assert (children(process.pid) == [forkserver]) == (victim == "starter")
+
+    def wait_for_attempt(number: int) -> None:
+        wait_for(shop.path / "cut" / "logs" / f"attempt-{number}" / "rank-0.log", "step 1")
+
+    wait_for(shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    (first,) = children(process.pid)
+    os.kill(starter_of(first), signal.SIGKILL)
+    wait_for_attempt(2)
+    assert children(process.pid) == [first]
+    second = spare_of(first)
+    os.kill(first, signal.SIGKILL)
+    wait_for_attempt(3)
+    assert children(process.pid) == [] and starter_of(second)
+    third = spare_of(second)
+    for pid in (third, second):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_attempt(4)
+    (fourth,) = children(process.pid)
+    os.kill(fourth, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "the process that starts the ranks ended at step " in out, out + err
+    assert process.returncode == 0, out + err
+    lines = [line for line in (out + err).splitlines() if "restarted in " in line]
+    assert len(lines) == 4 and all("the process that starts the ranks ended at step " in line for line in lines), lines
+    assert wait_until_gone(mark) == []
+
+
+@pytest.mark.cold
+def test_a_fork_server_that_is_killed_between_two_attempts_is_replaced(shop: Shop) -> None:
+    faults = "; ".join(f"kill rank=1 step=2 attempt={attempt}" for attempt in (1, 2, 3))
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "8", "--faults", faults
+    )
+    assert process.stderr is not None
+    assert any("restarting in 1 s" in line for line in iter(process.stderr.readline, ""))
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert sorted(path.name for path in (shop.path / "cut" / "logs").iterdir()) == [
+        f"attempt-{n}" for n in (1, 2, 3, 4)
+    ]
+    assert "Traceback" not in (shop.path / "cut" / "logs" / "attempt-1" / "forkserver.log").read_text()
 
 
 PROGRAMS = """

@@ -46,7 +46,7 @@ def kill_group_members() -> None:
     if os.getpgrp() != os.getpid():
         return
     deadline = time.monotonic() + _GROUP_END_SECONDS
-    while pids := _other_group_members():
+    while pids := [pid for pid in _living_group_members(os.getpgrp()) if pid != os.getpid()]:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -58,15 +58,29 @@ def kill_group_members() -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _other_group_members() -> list[int]:
-    """Return the PIDs of the other processes in this process's group that have not ended."""
-    own_pid, group, pids = os.getpid(), os.getpgrp(), []
+def wait_for_group(group: int, *, seconds: float) -> None:
+    """Wait until all processes of a group have ended, at most `seconds`.
+
+    A process that has ended may stay in its group if nobody takes its exit status, for example if PID 1 of a container
+    is not an init. It does not count.
+    """
+    deadline = time.monotonic() + seconds
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            if Path("/proc/self").exists() and not _living_group_members(group):
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _living_group_members(group: int) -> list[int]:
+    """Return the PIDs of the processes in a group that have not ended; an empty list without /proc."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
             state, _, pgrp = entry.read_text().rpartition(")")[2].split()[:3]
-            pid = int(entry.parent.name)
-            if int(pgrp) == group and pid != own_pid and state not in ("Z", "X"):
-                pids.append(pid)
+            if int(pgrp) == group and state not in ("Z", "X"):
+                pids.append(int(entry.parent.name))
     return pids
 
 
@@ -90,10 +104,6 @@ def _wait_and_kill_group(supervisor_pid: int, leader_pid: int) -> bool:
 
 def _remove_folders(folders: Sequence[str], leader_pid: int) -> None:
     """Remove the folders once no process of the group is left to write to them. Empty names are left out."""
-    deadline = time.monotonic() + _GROUP_END_SECONDS
-    with suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < deadline:
-            os.killpg(leader_pid, 0)
-            time.sleep(0.01)
+    wait_for_group(leader_pid, seconds=_GROUP_END_SECONDS)
     for folder in filter(None, folders):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,22 +1,27 @@
 """The fork server: one fresh, single-threaded process that has torch imported. It forks a starter for each attempt.
 
 The starter of an attempt forks the workers, and waits for them. If it is killed, the fork server only forks another
-one, so that neither this nor any other restart of an attempt imports torch again.
+one. The server also forks a *spare*, which waits. If the server is killed, the spare becomes the server. So neither
+these nor any other restart of an attempt imports torch again.
 
-`ForkserverClient` starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
+`ForkserverClient` starts `python -m paceline.launch.agent.forkserver REQUEST.json SUPERVISOR_PID` in a new session. The
 server imports no user code. It has the attempt of this request run, and then one attempt for each further path of a
 request that it reads from its standard input, until the end of the input.
 
-Both write to the server's standard output, which the supervisor reads: `starter 0 PID` when an attempt starts,
+All write to the server's standard output, which the supervisor reads: `starter 0 PID` when an attempt starts,
 `born RANK PID` when a worker starts, and `gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words
 for an exit. `ended 0 STATUS` means that no process of the attempt is left; the status is that of the starter.
+`spare 0 PID` reports a new spare, and `server 0 PID` a spare that has become the server. Such a server ignores requests
+until it reads the line `adopted`, because they were meant for the server before.
 """
 
 import gc
 import io
 import json
 import os
+import select
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,46 +32,105 @@ from typing import Any, NoReturn
 from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import kill_group_members, start_cleanup_process
-from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, INHERITED_HANDLES, MEMORY_FOLDER
+from paceline.launch.agent.forkserver_client import ADOPTED, FORKSERVER_LOG, INHERITED_HANDLES, MEMORY_FOLDER
 from paceline.launch.agent.parameter_server_processes import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
-from paceline.launch.agent.socket_paths import short_temporary_folder
+from paceline.launch.agent.socket_paths import forget_temporary_folder, short_temporary_folder
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_rank_variables_as_own
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 
+_THIS_PROCESS = 0  # instead of a PID, as `os.fork` returns it
+
 
 def main(argv: list[str]) -> int:
     """Run one attempt after the other: fork its starter, and report when no process of the attempt is left."""
-    die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
+    path, supervisor_pid = argv[0], int(argv[1])
+    die_with_parent(supervisor_pid)  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
     memory_folder = os.environ.pop(MEMORY_FOLDER, "")
-    start_cleanup_process(int(argv[1]), scratch=scratch, memory_folder=memory_folder)
+    start_cleanup_process(supervisor_pid, scratch=scratch, memory_folder=memory_folder)
     run_locks = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED_HANDLES, "").split(","))]
     for lock in run_locks:
         os.set_inheritable(lock.handle, False)  # forked workers inherit the lock; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
-    path = argv[0]
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     worker_main = preload_worker(request["entry"])
+    spare: int | None = None
     while True:
         starter = _fork_starter(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
         _report(f"starter 0 {starter}")
-        status = os.waitstatus_to_exitcode(os.waitpid(starter, 0)[1])
-        kill_group_members()
-        _report(f"ended 0 {status}")
+        if not _is_child_running(spare):
+            spare = _fork_spare(supervisor_pid)
+        if spare != _THIS_PROCESS:
+            status = os.waitstatus_to_exitcode(os.waitpid(starter, 0)[1])
+            kill_group_members()
+            _report(f"ended 0 {status}")
+        else:
+            forget_temporary_folder()
+            scratch = _create_scratch_folder()
+            start_cleanup_process(supervisor_pid, scratch=scratch, memory_folder=memory_folder)
+            _wait_for_adoption()
         path = sys.stdin.readline().strip()
         if not path:
             break
         request = json.loads(Path(path).read_text(encoding="utf-8"))
         stop_flag.signal = None  # a signal to the ended attempt is no request to stop the next one
         _redirect_errors(Path(request["folder"]) / FORKSERVER_LOG)
+    if spare and _is_child_running(spare):
+        os.kill(spare, signal.SIGKILL)
+        os.waitpid(spare, 0)
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _fork_spare(supervisor_pid: int) -> int | None:
+    """Fork the process that becomes the server if this one is killed, and return its PID.
+
+    In the new process, this function returns `_THIS_PROCESS` once the server has ended. If the supervisor has ended
+    too, the new process exits. Without pidfds, no process is forked.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return None
+    server_fd = os.pidfd_open(os.getpid())
+    try:
+        pid = os.fork()
+        if pid:
+            _report(f"spare 0 {pid}")
+            return pid
+        os.setsid()  # the group of the server is killed when it ends
+        with suppress(ProcessLookupError):
+            supervisor_fd = os.pidfd_open(supervisor_pid)
+            poller = select.poll()
+            poller.register(server_fd, select.POLLIN)
+            poller.register(supervisor_fd, select.POLLIN)
+            poller.poll()
+            if supervisor_fd not in dict(poller.poll(0)):
+                os.close(supervisor_fd)
+                return _THIS_PROCESS
+        os._exit(0)
+    finally:
+        os.close(server_fd)
+
+
+def _wait_for_adoption() -> None:
+    """Report that this spare is the server now, and wait for the answer. End if the supervisor ends the server."""
+    _report(f"server 0 {os.getpid()}")
+    while (line := sys.stdin.readline().strip()) != ADOPTED:
+        if not line:
+            os._exit(0)
+
+
+def _is_child_running(pid: int | None) -> bool:
+    if not pid:
+        return False
+    with suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    return False
 
 
 def _fork_starter(

@@ -1,29 +1,35 @@
 """The supervisor's connection to the fork server: it starts the server, requests attempts, and ends it."""
 
 import os
+import selectors
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.launch.agent.cleanup_process import wait_for_group
 from paceline.launch.agent.shared_status import STATUS_FD, clear_status_buffer, make_status_buffer
 
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 MEMORY_FOLDER = "PACELINE_MEMORY_FOLDER"
 FORKSERVER_LOG = "forkserver.log"
+ADOPTED = "adopted"
+"""The answer to a spare that has reported itself as the server."""
 _EXIT_SECONDS = 30.0
+_SPARE_SECONDS = 5.0  # from the end of the server to the report of its spare
 _POLL_SECONDS = 0.005
 
 
 class ForkserverClient:
     """The connection to the fork server of one run, which serves all its attempts.
 
-    The server is started with the first attempt, and again if it has ended.
+    The server is started with the first attempt, and again if both it and its spare have ended.
 
     `status_fd` is the buffer that the supervisor shares with the ranks of the current attempt.
     """
@@ -41,27 +47,22 @@ class ForkserverClient:
         self._inherited_handles = tuple(inherited_handles)
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
+        self._spare_pid = 0
+        self._adopted_fd = -1  # the pidfd of a server that was a spare, which is no child of this process
+        self._events: deque[list[str]] = deque()
+        self._partial_line = b""
         self.status_fd = -1
-        self.exit_status = 0
-        """The exit status of the server that ended last."""
-
-    @property
-    def pid(self) -> int:
+        self.pid = 0
         """The process id of the server that was started last; 0 if none was started."""
-        return self._process.pid if self._process is not None else 0
-
-    @property
-    def output_fd(self) -> int:
-        """The descriptor from which the events of the server are read."""
-        assert self._process is not None and self._process.stdout is not None
-        return self._process.stdout.fileno()
+        self.exit_status: int | None = 0
+        """The exit status of the server that ended last; None if it had been a spare, which is no child of ours."""
 
     def start_attempt(self, request: Path) -> None:
         """Ask the server to run the attempt of `request`, a file in the folder of the attempt."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._find_server():
             clear_status_buffer(self.status_fd)
             with suppress(BrokenPipeError):  # it has just ended, and is started again below
-                self._send_request(self._process, request)
+                self._send_line(str(request))
                 return
         self.close()
         self.status_fd = make_status_buffer()
@@ -86,25 +87,61 @@ class ForkserverClient:
             )
         finally:
             os.close(log)
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
 
-    def _send_request(self, process: "subprocess.Popen[bytes]", request: Path) -> None:
-        assert process.stdin is not None
-        process.stdin.write(f"{request}\n".encode())
-        process.stdin.flush()
+    def next_event(self, *, seconds: float) -> list[str]:
+        """Return the next line of the server, split into words; an empty list if there is none within `seconds`.
+
+        Raises:
+            EOFError: neither the server nor its spare is left.
+        """
+        assert self._process is not None and self._process.stdout is not None
+        read_fd = self._process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(read_fd, selectors.EVENT_READ)
+            while not self._events and selector.select(timeout=seconds):
+                data = os.read(read_fd, 65536)
+                if not data:
+                    raise EOFError
+                *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+                for event in (line.decode().split() for line in lines):
+                    if event[0] == "spare":
+                        self._spare_pid = int(event[2])
+                    else:
+                        self._events.append(event)
+        return self._events.popleft() if self._events else []
+
+    def adopt(self, pid: int, *, group_seconds: float) -> None:
+        """Continue with a spare that has reported itself as the server, once the processes of the old one are gone.
+
+        Return after `group_seconds` in any case.
+        """
+        self._end_server(group_seconds=group_seconds)
+        with suppress(EOFError):
+            while self.next_event(seconds=0.0):  # events of the old server
+                pass
+        self.pid, self._spare_pid = pid, 0
+        with suppress(OSError):  # it has ended already
+            self._adopted_fd = os.pidfd_open(pid)
+            self._send_line(ADOPTED)
 
     def kill(self, *, wait_seconds: float = 0.0, group_seconds: float = 0.0) -> None:
-        """Kill all processes in the group of the server: its ranks, and what they started.
+        """Kill the server, its spare, and all processes in the group of the server: its ranks, and what they started.
 
         A server that ends by itself within `wait_seconds` keeps its own exit status. Return when no process of the
         group is left, or after `group_seconds`.
         """
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None:
             return
-        _wait_without_reaping(self._process.pid, seconds=wait_seconds)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self.exit_status = self._process.wait()
-        _wait_for_group(self._process.pid, seconds=group_seconds)
+        deadline = time.monotonic() + wait_seconds
+        while not self._has_server_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if self._spare_pid and not self._has_server_ended():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self._spare_pid, signal.SIGKILL)
+        self._end_server(group_seconds=group_seconds)
 
     def close(self) -> None:
         """End the server after its last attempt, and free the shared buffer."""
@@ -112,32 +149,58 @@ class ForkserverClient:
         if process is not None:
             assert process.stdin is not None and process.stdout is not None
             with suppress(OSError):  # an empty line, because a fork of this program may hold the pipe open
-                process.stdin.write(b"\n")
-                process.stdin.flush()
+                self._send_line("")
             with suppress(OSError):
                 process.stdin.close()
             self.kill(wait_seconds=_EXIT_SECONDS)
             process.stdout.close()
         self._process = None
+        self._spare_pid, self._partial_line = 0, b""
+        self._events.clear()
         if self.status_fd >= 0:
             os.close(self.status_fd)
             self.status_fd = -1
 
+    def _find_server(self) -> bool:
+        """Return whether there is a server. If it has ended since the last attempt, adopt its spare."""
+        while self._has_server_ended():
+            try:
+                event = self.next_event(seconds=_SPARE_SECONDS)
+            except EOFError:
+                return False
+            if not event:
+                return False
+            if event[0] == "server":
+                self.adopt(int(event[2]), group_seconds=_EXIT_SECONDS)
+        return True
 
-def _wait_without_reaping(pid: int, *, seconds: float) -> None:
-    """Wait until a child has ended, but leave its status, so that its process id and group id are not reused."""
-    deadline = time.monotonic() + seconds
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    def _has_server_ended(self) -> bool:
+        """Return whether the server has ended. Its status is not taken, so that its PID and group are not reused."""
+        if self._adopted_fd >= 0:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._adopted_fd, selectors.EVENT_READ)
+                return bool(selector.select(timeout=0))
+        if self._process is None or self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
+    def _end_server(self, *, group_seconds: float) -> None:
+        """Kill the server and its group, and store its exit status. Without a server, do nothing."""
+        if self._process is None or (self._adopted_fd < 0 and self._process.returncode is not None):
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._adopted_fd >= 0:
+            os.close(self._adopted_fd)
+            self._adopted_fd, self.exit_status = -1, None
+        else:
+            self.exit_status = self._process.wait()
+        wait_for_group(self.pid, seconds=group_seconds)
 
-def _wait_for_group(group: int, *, seconds: float) -> None:
-    """Wait until no process of a group is left."""
-    deadline = time.monotonic() + seconds
-    with suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(_POLL_SECONDS)
+    def _send_line(self, line: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        self._process.stdin.flush()
 
 
 def _forkserver_command() -> list[str]:

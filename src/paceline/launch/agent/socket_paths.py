@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from multiprocessing import current_process
 from multiprocessing.util import get_temp_dir
 
 _MAX_CHARACTERS = 107 - len("/pymp-01234567/listener-01234567")
@@ -26,3 +27,8 @@ def short_temporary_folder() -> str:
         return str(get_temp_dir())
     finally:
         tempfile.tempdir = previous_folder
+
+
+def forget_temporary_folder() -> None:
+    """Let the next call of `short_temporary_folder` make a folder, in a process that was forked after the first one."""
+    current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """The supervisor of one attempt on one node: it watches the workers, and reports which rank failed first."""
 
 import os
-import selectors
 import signal
 import sys
 import time
@@ -109,10 +108,10 @@ class Supervisor:
             self._kill()
         try:
             if not self._read_events(on_tick):
-                is_urgent = self._num_stop_requests > int(self._saves_checkpoints)
+                self._attempt.starter_status, self._attempt.starter = 0, self._forkserver.pid
                 self._forkserver.kill(
                     wait_seconds=0.0 if self._is_kill_overdue() else _FORKSERVER_EXIT_SECONDS,
-                    group_seconds=0.0 if is_urgent else _END_WAIT_SECONDS,
+                    group_seconds=self._group_seconds,
                 )
         except BaseException:
             self._forkserver.kill()
@@ -136,29 +135,37 @@ class Supervisor:
 
     def _read_events(self, on_tick: Callable[[], None]) -> bool:
         """Handle events until the attempt has ended. Return False if the fork server has ended too, or is stuck."""
-        read_fd = self._forkserver.output_fd
-        os.set_blocking(read_fd, False)
-        partial_line = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(read_fd, selectors.EVENT_READ)
-            while True:
-                ready = selector.select(timeout=_POLL_SECONDS)
-                data = os.read(read_fd, 65536) if ready else None
-                if data == b"":
-                    return False
-                *lines, partial_line = (partial_line + (data or b"")).split(b"\n")
-                for line in lines:
-                    event = line.decode().split()
-                    if event[0] == "ended":
-                        self._attempt.starter_status = int(event[2])
+        while True:
+            try:
+                event = self._forkserver.next_event(seconds=_POLL_SECONDS)
+                while event:
+                    if self._has_attempt_ended(event):
                         return True
-                    self._handle_event(event)
-                on_tick()
-                self._kill_after_failure()
-                self._report_stop_progress()
-                self._check_silent_ranks()
-                if self._is_kill_overdue():
-                    return False
+                    event = self._forkserver.next_event(seconds=0.0)
+            except EOFError:
+                return False
+            on_tick()
+            self._kill_after_failure()
+            self._report_stop_progress()
+            self._check_silent_ranks()
+            if self._is_kill_overdue():
+                return False
+
+    def _has_attempt_ended(self, event: list[str]) -> bool:
+        """Handle an event, and return whether it ends the attempt. If the fork server was killed, its spare says so."""
+        if event[0] == "ended":
+            self._attempt.starter_status = int(event[2])
+        elif event[0] == "server":
+            self._attempt.starter_status, self._attempt.starter = 0, self._forkserver.pid
+            self._forkserver.adopt(int(event[2]), group_seconds=self._group_seconds)
+        else:
+            self._handle_event(event)
+        return event[0] in ("ended", "server")
+
+    @property
+    def _group_seconds(self) -> float:
+        """Return for how long to wait until killed processes have ended. A user who asked twice to stop does not wait."""
+        return 0.0 if self._num_stop_requests > int(self._saves_checkpoints) else _END_WAIT_SECONDS
 
     def _handle_event(self, event: list[str]) -> None:
         """Handle a line of the fork server; `RespawningWorkers` documents the kinds of exits."""
@@ -333,10 +340,8 @@ class Supervisor:
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
             step, log_tail = max(map(self._current_step, range(attempt.ranks))), _tail(attempt.folder / FORKSERVER_LOG)
-            status, pid = attempt.starter_status, attempt.starter
-            if not status:  # the fork server itself has ended
-                status, pid = self._forkserver.exit_status, self._forkserver.pid
-            return 1, forkserver_failure(status, pid=pid, step=step, log_tail=log_tail)
+            status = attempt.starter_status or self._forkserver.exit_status
+            return 1, forkserver_failure(status, pid=attempt.starter, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first
 
 

@@ -299,12 +299,18 @@ def missing_peer_failure(rank: int, *, waiter: Failure) -> Failure:
     )  # fmt: skip
 
 
-def forkserver_failure(status: int, *, pid: int, step: int = 0, log_tail: str) -> Failure:
-    """Return the failure of a fork server that died before the ranks, which ended with it."""
-    exit_failure = failure_from_status(FORKSERVER_RANK, status=status)
-    exit_text = (
-        f"was ended by {exit_failure.message}" if exit_failure.kind == "signal" else f"exited with code {status}"
-    )
+def forkserver_failure(status: int | None, *, pid: int, step: int = 0, log_tail: str) -> Failure:
+    """Return the failure of a fork server that died before the ranks, which ended with it.
+
+    `status` is None if it is not known.
+    """
+    exit_failure = failure_from_status(FORKSERVER_RANK, status=-signal.SIGKILL if status is None else status)
+    if status is None:
+        exit_text = "has ended"
+    elif exit_failure.kind == "signal":
+        exit_text = f"was ended by {exit_failure.message}"
+    else:
+        exit_text = f"exited with code {status}"
     message = f"the process that starts the ranks (PID {pid}) {exit_text}, which ended the ranks too."
     screen = "\n".join([message, *(f"  {line}" for line in log_tail.splitlines())])
     return Failure(
