@@ -164,7 +164,7 @@ class Supervisor:
 
     @property
     def _group_seconds(self) -> float:
-        """Return for how long to wait until killed processes have ended. A user who asked twice to stop does not wait."""
+        """Return how long to wait until killed processes have ended. A user who asked twice to stop does not wait."""
         return 0.0 if self._num_stop_requests > int(self._saves_checkpoints) else _END_WAIT_SECONDS
 
     def _handle_event(self, event: list[str]) -> None:
