@@ -15,6 +15,7 @@ from paceline.checkpoint.shard_ownership import owned_shards, read_shard, writer
 from paceline.checkpoint.state_json import decode_state, encode_state, remove_unwritable_values, unwritable_kind
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
 from paceline.comm.collective_errors import first_value_per_key
+from paceline.comm.exchange import Exchange
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError
 from paceline.parallel.module_access.parameters import NamedParameter
@@ -50,14 +51,24 @@ class OptimizerShards:
 
 def group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> list[list[list[str]]]:
     """Return the names of all ranks' parameters, per optimizer and group. Every rank calls this."""
-    name_by_id = shards.parameter_names
-    local_names = [[[name_by_id[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    local_names = _local_group_names(optimizers, shards)
     if shards.sharded.is_unsharded:
         return local_names
-    names_by_rank = shards.world.gather_json(local_names)
+    return _merge_group_names(shards.world.gather_json(local_names), shards)
+
+
+def _local_group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> list[list[list[str]]]:
+    """Return the names of this rank's parameters, per optimizer and group."""
+    name_by_id = shards.parameter_names
+    return [[[name_by_id[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+
+
+def _merge_group_names(
+    names_by_rank: Sequence[list[list[list[str]]]], shards: OptimizerShards
+) -> list[list[list[str]]]:
     return [
         [shards.merge_names([names[index][group] for names in names_by_rank]) for group in range(len(groups))]
-        for index, groups in enumerate(local_names)
+        for index, groups in enumerate(names_by_rank[0])
     ]
 
 
@@ -211,26 +222,29 @@ def _writable_tensors(
     return [to_bytes(key, value)] if writer_rank(shard_specs) == rank else []
 
 
-def optimizer_scalars(
+def exchange_optimizer_entries(
     optimizers: Sequence[Optimizer], shards: OptimizerShards, scalars: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the checkpoint's entry for each optimizer, without tensors. Every rank calls this.
+) -> Exchange[list[dict[str, Any]]]:
+    """Return the checkpoint's entry for each optimizer, without tensors.
 
     `scalars` is the second result of `local_state`.
 
     Raises:
         CheckpointError: state that belongs to no parameter differs between the ranks.
     """
-    scalars_by_rank = [scalars] if shards.sharded.is_unsharded else shards.world.gather_json(list(scalars))
-    group_parameter_names = group_names(optimizers, shards)
+    scalars_by_rank, names = [scalars], _local_group_names(optimizers, shards)
+    if not shards.sharded.is_unsharded:
+        answers = yield [list(scalars), names]
+        scalars_by_rank = [rank_scalars for rank_scalars, _ in answers]
+        names = _merge_group_names([rank_names for _, rank_names in answers], shards)
     entries = []
-    for index, (optimizer, groups) in enumerate(zip(optimizers, group_parameter_names, strict=True)):
+    for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
         group_entries = [
             {
-                "names": names,
+                "names": group_names,
                 "options": encode_state({k: v for k, v in group.items() if k != "params"}, where="a parameter group"),
             }
-            for names, group in zip(groups, optimizer.param_groups, strict=True)
+            for group_names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
         all_scalars = first_value_per_key(rank_scalars[index] for rank_scalars in scalars_by_rank)
         shared_values = all_scalars.get(NO_PARAMETER, [])

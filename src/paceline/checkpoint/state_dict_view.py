@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.checkpoint.tensor_bytes import describe_tensor
 from paceline.comm.collective_errors import first_value_per_key
+from paceline.comm.exchange import Exchange, run_exchange
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
@@ -44,6 +45,11 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
     Raises:
         CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold shards.
     """
+    return run_exchange(world, exchange_view(model, weights=weights))
+
+
+def exchange_view(model: nn.Module, *, weights: ShardedTensors) -> Exchange[StateDictView]:
+    """Do the same as `view_state_dict`, as an exchange."""
     tensors = state_dict_tensors(model)
     if weights.is_unsharded:
         return StateDictView(
@@ -51,7 +57,7 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
         )
     name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # by rank: the name in the `state_dict`, and the parameter or buffer that it belongs to ("" if there is none)
-    names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
+    names = yield {name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()}
     known_names = [
         {name: weight for name, weight in rank_names.items() if weight in weights.local_tensors} for rank_names in names
     ]

@@ -14,7 +14,7 @@ from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard
 from paceline.checkpoint.state_json import decode_state, encode_state, unwritable_kind
 from paceline.checkpoint.tensor_bytes import from_bytes, to_bytes
-from paceline.comm.process_group import World
+from paceline.comm.exchange import Exchange
 from paceline.errors import CheckpointError
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.tensor_access import copy_into
@@ -40,10 +40,8 @@ class NonPersistentBuffers:
             name: (tensor, tensor_version(tensor), _copy_small(tensor)) for name, tensor in self._list_buffers().items()
         }
 
-    def changed_buffers(self, weights: ShardedTensors, world: World) -> list[Writable]:
+    def exchange_changed(self, weights: ShardedTensors, *, rank: int) -> Exchange[list[Writable]]:
         """Return this rank's part of the buffers that were modified or replaced on any rank, for a checkpoint.
-
-        Every rank calls this.
 
         Raises:
             CheckpointError: a sharded buffer was replaced by one of another shape.
@@ -56,15 +54,15 @@ class NonPersistentBuffers:
         }
         if weights.is_unsharded:
             return [to_bytes(name, changed[name]) for name in local_modes]
-        modes_by_rank = world.gather_json(local_modes)
+        modes_by_rank = yield local_modes
         writable: list[Writable] = []
         for name in dict.fromkeys(name for rank_modes in modes_by_rank for name in rank_modes):
             modes = [rank_modes[name] for rank_modes in modes_by_rank if name in rank_modes]
-            first_rank = next(rank for rank, rank_modes in enumerate(modes_by_rank) if name in rank_modes)
+            first_rank = next(number for number, rank_modes in enumerate(modes_by_rank) if name in rank_modes)
             if all(mode == "sharded" for mode in modes):
                 shard_specs, local = weights.shard_specs(name), weights.local_tensors[name]
                 writable += owned_shards(
-                    name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=shard_specs, rank=world.rank
+                    name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=shard_specs, rank=rank
                 )
             elif "impossible" in modes:
                 raise CheckpointError(
@@ -73,7 +71,7 @@ class NonPersistentBuffers:
                     cause="a forward replaced the buffer by a tensor of a different shape",
                     hint="keep the buffer in a module that is not sharded",
                 )
-            elif first_rank == world.rank:
+            elif first_rank == rank:
                 writable.append(to_bytes(name, changed[name]))
         return writable
 

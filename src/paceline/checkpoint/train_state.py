@@ -17,13 +17,13 @@ from paceline.checkpoint.lr_schedule_state import advance_schedule, changed_sche
 from paceline.checkpoint.optimizer_options import changed_keys, job_controlled_options
 from paceline.checkpoint.optimizer_state import (
     OptimizerShards,
+    exchange_optimizer_entries,
     load_group_options,
     load_optimizer_state,
     local_state,
-    optimizer_scalars,
 )
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard, writer_rank
-from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
+from paceline.checkpoint.state_dict_view import StateDictView, exchange_view, view_state_dict
 from paceline.checkpoint.state_json import decode_state, encode_state, remove_unwritable_values
 from paceline.checkpoint.state_outside_state_dict import (
     NonPersistentBuffers,
@@ -33,6 +33,7 @@ from paceline.checkpoint.state_outside_state_dict import (
 )
 from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor
 from paceline.comm.collective_errors import first_value_per_key, run_on_all_ranks
+from paceline.comm.exchange import Exchange, run_exchanges
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError, JobError
@@ -101,23 +102,26 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
         CheckpointError: some state can't be saved, on this rank or another.
     """
     weights, shards, world = train_state.weights, train_state.optimizer_shards, train_state.world
-    view = view_state_dict(train_state.model, weights=weights, world=world)
-    tensors, aliases = _model_tensors(train_state, view)
-    buffers = train_state.non_persistent_buffers.changed_buffers(weights, world)
-    (states, scalars), local_extra_state = run_on_all_ranks(
+    view, buffers, (states, optimizer_entries), extra_state = run_exchanges(
         world,
-        lambda: (local_state(train_state.update.optimizers, shards), get_extra_state(train_state.model)),
+        [
+            exchange_view(train_state.model, weights=weights),
+            train_state.non_persistent_buffers.exchange_changed(weights, rank=world.rank),
+            _exchange_optimizers(train_state),
+            _exchange_extra_state(train_state),
+        ],
     )
+    tensors, aliases = _model_tensors(train_state, view)
     files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: buffers, EMA: _ema_tensors(train_state)})
     files |= _named_files(shards.sharded, world.rank, {OPTIMIZER: states})
     scaler = train_state.update.scaler
     schedules = [encode_state(s.state_dict(), where=type(s).__name__) for s in train_state.update.lr_schedulers]
     return files, {
         "aliases": aliases,
-        "optimizers": optimizer_scalars(train_state.update.optimizers, shards, scalars),
+        "optimizers": optimizer_entries,
         "schedules": [remove_unwritable_values(s) for s in schedules],
         "scaler": None if scaler is None else encode_state(scaler.state_dict(), where="the loss scaler"),
-        "extra_state": _gather_extra_state(local_extra_state, train_state),
+        "extra_state": extra_state,
     }
 
 
@@ -337,18 +341,25 @@ def _named_files(
     return {rank_file(kind, rank): tensors for kind, tensors in tensors_by_kind.items() if tensors}
 
 
-def _gather_extra_state(local_extra_state: Mapping[str, Any], train_state: TrainState) -> dict[str, Any]:
+def _exchange_optimizers(train_state: TrainState) -> Exchange[tuple[list[Writable], list[dict[str, Any]]]]:
+    """Return the state tensors that this rank writes, and the entry of each optimizer."""
+    optimizers, shards = train_state.update.optimizers, train_state.optimizer_shards
+    tensors, scalars = local_state(optimizers, shards)
+    entries = yield from exchange_optimizer_entries(optimizers, shards, scalars)
+    return tensors, entries
+
+
+def _exchange_extra_state(train_state: TrainState) -> Exchange[dict[str, Any]]:
     """Return each module's extra state, from that of this rank's modules.
 
     It comes from the first rank that holds a parameter of the module, or of its nearest parent that has parameters.
     """
     world, weights = train_state.world, train_state.weights
+    extra_state = get_extra_state(train_state.model)
     if weights.is_unsharded:
-        return dict(local_extra_state)
-    owned = {
-        name: value for name, value in local_extra_state.items() if _extra_state_owner(name, weights) == world.rank
-    }
-    return first_value_per_key([*world.gather_json(owned), local_extra_state])
+        return extra_state
+    owned = {name: value for name, value in extra_state.items() if _extra_state_owner(name, weights) == world.rank}
+    return first_value_per_key([*(yield owned), extra_state])
 
 
 def _extra_state_owner(name: str, weights: ShardedTensors) -> int:

@@ -15,7 +15,7 @@ from paceline.checkpoint.optimizer_state import (
     NESTED_PREFIX,
     NO_PARAMETER,
     OptimizerShards,
-    optimizer_scalars,
+    exchange_optimizer_entries,
     shared_state,
     split_state,
 )
@@ -23,6 +23,7 @@ from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
 from paceline.checkpoint.state_json import decode_state, remove_unwritable_values
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.comm.collective_errors import run_on_all_ranks
+from paceline.comm.exchange import run_exchange
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
@@ -55,7 +56,7 @@ def save_folder(
     states = ShardedTensors(world=world, tensors=tensors)
     options = [
         _optimizer_options(saved_optimizer)
-        for saved_optimizer in optimizer_scalars(optimizers, optimizer_shards, scalars)
+        for saved_optimizer in run_exchange(world, exchange_optimizer_entries(optimizers, optimizer_shards, scalars))
     ]
     state_view = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
