@@ -136,7 +136,7 @@ def test_a_killed_starter_or_fork_server_is_replaced_without_another_import_of_t
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(
         "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "400", "--checkpoint.every", "20",
-        "--train.on_nonfinite", "skip", environ={"MARK": mark},
+        "--train.on_nonfinite", "skip", "--survive.restarts", "8", environ={"MARK": mark},
     )  # fmt: skip
 
     def wait_for_attempt(number: int) -> None:

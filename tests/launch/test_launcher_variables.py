@@ -82,6 +82,20 @@ MET = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "n
         (OF_ONE_NODE | MET, "torchrun --nproc-per-node 2 -m x"),
         (OF_ONE_NODE | MET | {"TORCHELASTIC_RUN_ID": UUID}, "torchrun --standalone --nproc-per-node 2 -m x"),
         (
+            OF_ONE_NODE | MET | {"TORCHELASTIC_RUN_ID": UUID, "TORCHELASTIC_MAX_RESTARTS": "10"},
+            "torchrun --standalone --max-restarts 10 --nproc-per-node 2 -m x",
+        ),
+        (OF_ONE_NODE | MET | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "torchrun --nproc-per-node 2 -m x"),
+        (
+            OF_ONE_NODE | MET | {"TORCHELASTIC_MAX_RESTARTS": "5", "PACELINE_TORCHRUN_BACKEND": "1"},
+            "torchrun --rdzv-backend=paceline --max-restarts 5 --nproc-per-node 2 -m x",
+        ),
+        (
+            OF_NODE_1 | MET | {"TORCHELASTIC_MAX_RESTARTS": "3"},
+            "on each node, with its own --node-rank: torchrun --nnodes 2 --node-rank 1 --master-addr node0 "
+            "--master-port 29400 --max-restarts 3 --nproc-per-node 2 -m x",
+        ),
+        (
             OF_NODE_1 | MET,
             "on each node, with its own --node-rank: torchrun --nnodes 2 --node-rank 1 --master-addr node0 "
             "--master-port 29400 --nproc-per-node 2 -m x",

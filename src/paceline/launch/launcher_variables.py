@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
@@ -14,6 +14,8 @@ _COMMAND_BY_LAUNCHER = {
     "mpiexec": "mpiexec -n {world}",
     "srun": "srun --ntasks {world}",
 }
+_BACKEND_OPTION = "--rdzv-backend=paceline"
+_BACKEND_VARIABLE = "PACELINE_TORCHRUN_BACKEND"  # set by `torchrun/startup/sitecustomize.py`, which can't import this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class JoinedWorld:
     nodes: int = 1
     node_rank: int | None = None
     """The index of this machine, if the launcher gives it."""
+    torchrun_options: tuple[str, ...] = ()
+    """Options of torchrun that its variables show: how often it restarts, and the backend `paceline`."""
 
     @property
     def is_one_node(self) -> bool:
@@ -76,9 +80,10 @@ class JoinedWorld:
     def _rendezvous_options(self) -> str:
         """Return torchrun's rendezvous options, as far as its variables contain them."""
         if self.is_one_node:
-            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # --standalone generates a UUID
+            is_standalone = _UUID.fullmatch(self.job_id) and _BACKEND_OPTION not in self.torchrun_options
+            return " ".join([*(["--standalone"] * bool(is_standalone)), *self.torchrun_options])  # it generates a UUID
         address = f"--master-addr {self.address} --master-port {self.port}"
-        return f"--nnodes {self.nodes} --node-rank {self.node_rank} {address}"
+        return " ".join([f"--nnodes {self.nodes} --node-rank {self.node_rank} {address}", *self.torchrun_options])
 
 
 def detect_world(environ: Mapping[str, str]) -> JoinedWorld | None:
@@ -104,7 +109,13 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> JoinedWorld | None:
-    return _read_world(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH_NAMES)
+    world = _read_world(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH_NAMES)
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    options = (
+        *((_BACKEND_OPTION,) if _BACKEND_VARIABLE in environ else ()),
+        *((f"--max-restarts {restarts}",) if restarts.isdecimal() and int(restarts) else ()),
+    )
+    return world and replace(world, torchrun_options=options)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> JoinedWorld | None:

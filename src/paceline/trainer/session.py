@@ -32,6 +32,7 @@ from paceline.planner.search.layout_with_forecast import LayoutForecast
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 from paceline.step.update_rules import step_rule
+from paceline.torch_internals.flight_recorder import unfinished_collectives
 from paceline.trainer.checks.evaluation_checks import (
     data_length_notes,
     early_stop_notes,
@@ -144,7 +145,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_argument: A
     if start.resume is not None:
         original_run = run_of_checkpoint(requested_checkpoint) if requested_checkpoint is not None else run
         prepared_job = with_saved_microbatches(prepared_job, folder=original_run.path, world=world)
-    activity_reporter.traffic = world.traffic
+    activity_reporter.traffic, activity_reporter.list_unfinished = world.traffic, unfinished_collectives
     memory_baseline = MemoryBaseline.measure()
     with explain_out_of_memory(None, memory_baseline):
         setup = build_training_setup(

@@ -11,6 +11,7 @@ import pytest
 from paceline.bytes_sent import Traffic
 from paceline.launch.agent.rank_activity import ActivityReporter, activity_path, read_rank_activity
 from paceline.launch.failures.rank_position import observe_rank
+from paceline.launch.failures.stack_dumps import Frame
 
 RANK = """
 import ctypes, sys, time
@@ -95,3 +96,52 @@ def test_a_stopped_process_does_not_count_as_one_that_holds_the_gil(tmp_path: Pa
     process.kill()
     process.wait()
     assert position.is_stopped and not position.holds_gil and position.doing == "is stopped (state T)"
+
+
+RANK_OF_TWO = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from paceline.launch.agent.rank_activity import activity_path, activity_reporter
+from paceline.torch_internals.flight_recorder import unfinished_collectives
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+activity_reporter.list_unfinished = unfinished_collectives
+activity_reporter.start(activity_path(Path(sys.argv[1]), rank))
+for _ in range(3):
+    dist.all_reduce(torch.ones(5))
+if rank == 0:
+    dist.all_reduce(torch.ones(64, 2))
+time.sleep(60)
+"""
+
+
+@pytest.mark.clock
+def test_a_collective_that_paceline_did_not_start_is_read_from_the_flight_recorder(tmp_path: Path) -> None:
+    """The rank that waits says in which one, with its size; the other one, in code of its own, says nothing."""
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK_OF_TWO, str(tmp_path), str(rank)]) for rank in range(2)]
+    deadline, doing = time.monotonic() + 40, ""
+    while "number 4" not in doing and time.monotonic() < deadline:
+        time.sleep(0.1)
+        doing = observe_rank(tmp_path, 0, pid=ranks[0].pid).doing
+    other = observe_rank(tmp_path, 1, pid=ranks[1].pid)
+    for process in ranks:
+        process.kill()
+        process.wait()
+    assert doing.startswith("waits for other ranks in all_reduce (all_reduce of [64, 2] float, number 4 in its group)")
+    assert other.unfinished == () and not other.is_waiting_for_ranks
+
+
+def test_a_flight_recorder_that_fails_is_left_alone(tmp_path: Path) -> None:
+    calls = []
+
+    def fail() -> list[str]:
+        calls.append(1)
+        raise RuntimeError("another version of torch")
+
+    reporter = ActivityReporter()
+    reporter.list_unfinished = fail
+    frames = (Frame(file="/x/torch/distributed/distributed_c10d.py", line=1, function="all_reduce"),)
+    for _ in range(9):
+        reporter._update_unfinished((frames, 3))
+    assert calls == [1] and reporter._unfinished == ()

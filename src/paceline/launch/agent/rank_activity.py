@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -29,7 +29,8 @@ from paceline.launch.failures.stack_dumps import Frame, Stack
 INTERVAL_SECONDS = 0.5
 _PAGE_BYTES = 1 << 14
 _HEADER = struct.Struct("<II")  # length and CRC of the JSON text that follows
-_MAX_FRAMES = 60
+_MAX_FRAMES, _MAX_UNFINISHED = 60, 4
+_FLIGHT_RECORDER_INTERVAL = 4  # pages from one reading to the next
 _READ_ATTEMPTS = 5
 _OUTERMOST_FILE = "/paceline/launch/agent/worker_process.py"  # the frames around it belong to no rank
 
@@ -47,6 +48,8 @@ class Activity:
     """How many collectives and sends this rank has started."""
     last_operation: str = ""
     """The kind of the last one, such as `all_reduce`; empty if there was none."""
+    unfinished: tuple[str, ...] = ()
+    """The collectives that have not completed, from torch's flight recorder, if this rank has waited for a while."""
 
     @property
     def stack(self) -> Stack:
@@ -55,10 +58,14 @@ class Activity:
 
 
 class ActivityReporter:
-    """The writer of this rank's page. `traffic` is set once the rank has joined the others."""
+    """The writer of this rank's page. `traffic` and `list_unfinished` are set once the rank has joined the others."""
 
     def __init__(self) -> None:
         self.traffic: Traffic | None = None
+        self.list_unfinished: Callable[[], list[str]] | None = None
+        self._unfinished: tuple[str, ...] = ()
+        self._position: tuple[tuple[Frame, ...], int] = ((), 0)  # stack, and number of operations
+        self._num_same_positions = 0
         self._stopped = threading.Event()
 
     def start(self, path: Path) -> None:
@@ -93,6 +100,7 @@ class ActivityReporter:
         """Write the page. The system call releases the GIL, so that a slow disk does not stop the training."""
         traffic = self.traffic or Traffic()
         frames = _main_thread_frames()
+        self._update_unfinished((frames, traffic.num_operations))
         while True:
             activity = Activity(
                 pid=os.getpid(),
@@ -101,12 +109,29 @@ class ActivityReporter:
                 frames=frames,
                 num_operations=traffic.num_operations,
                 last_operation=traffic.last_operation,
+                unfinished=self._unfinished,
             )
             text = msgspec.json.encode(activity)
             if _HEADER.size + len(text) <= _PAGE_BYTES or not frames:
                 break
             frames = frames[: len(frames) // 2]
         os.pwrite(page_fd, _HEADER.pack(len(text), zlib.crc32(text)) + text, 0)
+
+    def _update_unfinished(self, position: tuple[tuple[Frame, ...], int]) -> None:
+        """Read the flight recorder if this rank waits for others at the same place as last time.
+
+        It is not read every time, because that takes 20 us for each collective that torch remembers (2,000). An error
+        turns it off, because the functions are private.
+        """
+        is_same = position == self._position and Stack(frames=position[0]).is_waiting_for_ranks
+        self._position, self._num_same_positions = position, self._num_same_positions + 1 if is_same else 0
+        if not is_same:
+            self._unfinished = ()
+        elif self.list_unfinished is not None and self._num_same_positions % _FLIGHT_RECORDER_INTERVAL == 1:
+            try:
+                self._unfinished = tuple(self.list_unfinished()[:_MAX_UNFINISHED])
+            except Exception:
+                self.list_unfinished = None
 
 
 activity_reporter = ActivityReporter()

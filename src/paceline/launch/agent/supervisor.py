@@ -94,6 +94,7 @@ class Supervisor:
         self._hang_watch: HangWatch | None = None
         self._forkserver_check_time = 0.0
         self._failure_time: float | None = None
+        self._was_killed_from_outside = False
         self._initial_oom_kills = oom_kill_count()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
@@ -196,6 +197,7 @@ class Supervisor:
         if not self._attempt.was_killed_by_supervisor:
             self._attempt.failures.append(self._worker_failure(rank, pid_or_status))
             self._failure_time = self._failure_time or time.monotonic()
+            self._was_killed_from_outside |= pid_or_status == -signal.SIGKILL
 
     def _worker_failure(self, rank: int, status: int) -> Failure:
         recorded = read_failure(self._attempt.folder, rank, status_fd=self._status_fd)
@@ -212,11 +214,15 @@ class Supervisor:
         return beat.step + (beat.phase == "step") if beat and beat.monotonic_ns else 0
 
     def _kill_after_failure(self) -> None:
-        """Kill the other ranks, which wait for a dead peer, once they have had time to record their own failures."""
+        """Kill the other ranks, which wait for a dead peer, once they have had time to record their own failures.
+
+        No failure of another rank causes a SIGKILL, so it is the first failure, and nothing else needs to be recorded.
+        """
         if self._failure_time is None or self._attempt.was_killed_by_supervisor:
             return
         has_timeout = any(is_timeout(failure) for failure in self._attempt.failures)
-        if time.monotonic() - self._failure_time < (_TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS):
+        record_seconds = _TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS
+        if not self._was_killed_from_outside and time.monotonic() - self._failure_time < record_seconds:
             return
         if has_timeout:  # by now, every rank that timed out has recorded its failure
             folder, pids = self._attempt.folder, self._attempt.pids

@@ -54,6 +54,8 @@ class RankPosition:
     stack: Stack = field(default_factory=Stack)
     num_operations: int = 0
     last_operation: str = ""
+    unfinished: tuple[str, ...] = ()
+    """The collectives that have not completed, as torch's flight recorder describes them."""
 
     @property
     def has_ended(self) -> bool:
@@ -154,7 +156,9 @@ class RankPosition:
         activity = self.activity
         if activity == "waiting":
             user_line = f", called from {self.stack.user_frames[0]}" if self.stack.user_frames else ""
-            return f"waits for other ranks in {self.operation}, its exchange number {self.num_operations}{user_line}"
+            number = f", its exchange number {self.num_operations}" if self.num_operations else ""
+            details = f" ({'; '.join(self.unfinished)})" if self.unfinished else ""
+            return f"waits for other ranks in {self.operation}{details}{number}{user_line}"
         text = _TEXTS.get(activity, "")
         if activity in ("data", "lock", "code"):  # "is saving" says more than "waits for a lock"
             text = _PHASE_TEXTS.get(self.phase, text)
@@ -172,7 +176,7 @@ class RankPosition:
         return {
             "rank": self.rank, "pid": self.pid, "step": self.step, "seconds": round(self.silent_seconds, 3),
             "state": self.state, "phase": self.phase, "doing": self.doing, "line": self.line,
-            "operation": self.operation, "num_operations": self.num_operations,
+            "operation": self.operation, "num_operations": self.num_operations, "unfinished": list(self.unfinished),
         }  # fmt: skip
 
 
@@ -193,6 +197,7 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
             stack=activity.stack,
             num_operations=activity.num_operations,
             last_operation=activity.last_operation,
+            unfinished=activity.unfinished,
         )
     if beat is not None:
         position = replace(position, start_step=beat.start_step)

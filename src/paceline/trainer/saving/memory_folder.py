@@ -189,8 +189,9 @@ class MemoryFolder:
             if time.monotonic() > deadline:
                 raise SaveError("a rank did not compute the digests of its checkpoint in memory.", where=str(path))
             time.sleep(_POLL_SECONDS)
-        text = path.read_bytes()
-        path.unlink()
+        with convert_to_save_error("a checkpoint in memory", self.path):
+            text = path.read_bytes()
+            path.unlink()
         if not text:
             raise SaveError("a rank could not compute the digests of its checkpoint in memory.", where=str(path))
         entries: dict[str, Any] = parse_json(text)

@@ -22,6 +22,8 @@ AGENT = "PACELINE_SCRIPT_AGENT"
 """The process id of torchrun's agent: only its own children are workers."""
 MODULE_PATH = "PACELINE_SCRIPT_PYTHONPATH"
 """The value of PYTHONPATH without this folder."""
+BACKEND = "PACELINE_TORCHRUN_BACKEND"
+"""Set for the workers, so that the line that resumes a run names the backend."""
 REQUEST_HEADER = struct.Struct("<I")  # the length of the request, which follows as JSON
 STATUS = struct.Struct("<i")  # a process id, or an exit code; negative for a signal
 FORWARDED_SIGNALS = tuple(
@@ -46,6 +48,7 @@ def _start() -> None:
     """Run the script in the server. Return if this process has to run it."""
     address, agent = os.environ.pop(ADDRESS), os.environ.pop(AGENT, "")
     _restore_module_path(os.environ.pop(MODULE_PATH, ""))
+    os.environ[BACKEND] = "1"
     arguments = worker_arguments(sys.orig_argv)
     if agent == str(os.getppid()) and arguments is not None:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
