@@ -7,7 +7,7 @@ Start with `private_api.py`.
 
 - `dispatch_modes.py`: Dispatch modes that observe every operation of a thread; the only module that uses torch's
   dispatch modes.
-- `flight_recorder.py`: torch's flight recorder, which knows the collectives of a process that have not completed,
+- `flight_recorder.py`: The flight recorder of torch, which knows the collectives of a process that have not completed,
   whoever started them.
 - `function_signatures.py`: The signatures of the torch functions that this library overrides, and the binding of call
   arguments to them.

@@ -1,4 +1,4 @@
-"""torch's flight recorder, which knows the collectives of a process that have not completed, whoever started them.
+"""The flight recorder of torch, which knows the collectives of a process that have not completed, whoever started them.
 
 torch records the last collectives and messages of gloo and NCCL, with their sizes and states. The functions that read
 the records are private: `torch._C._distributed_c10d._dump_fr_trace_json` (gloo) and `_dump_nccl_trace_json`. Tested on
