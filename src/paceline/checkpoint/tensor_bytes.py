@@ -49,6 +49,7 @@ def lazy_tensor(
         dtype=_dtype_name(name, dtype),
         shape=shape,
         load_data=lambda: _tensor_data(get_tensor()),
+        copy_data=lambda target: _copy_tensor(get_tensor(), target),
         at=at,
         whole=whole,
     )
@@ -64,6 +65,13 @@ def _tensor_data(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array) if flat.numel() else memoryview(b"")
+
+
+def _copy_tensor(tensor: Tensor, target: memoryview) -> None:
+    """Copy a tensor's bytes into memory of its size."""
+    if target.nbytes:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        torch.frombuffer(target, dtype=torch.uint8).copy_(flat)
 
 
 def from_bytes(value: TensorBytes) -> Tensor:

@@ -47,6 +47,7 @@ class MemorySlots:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._slots: dict[str, list[_Slot]] = {}
+        self._layouts: dict[str, tuple[list[Any], tuple[list[TensorEntry], bytes]]] = {}
         self._num_created = 0
 
     def write(self, staging: Path, files: Files) -> dict[str, WrittenFile]:
@@ -64,15 +65,24 @@ class MemorySlots:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write_file(self, path: Path, tensors: Sequence[Writable]) -> WrittenFile:
-        entries, header = plan_layout(tensors)
+        entries, header = self._plan_layout(path.name, tensors)
         slot = self._take(path.name, num_bytes=entries[-1].stop if entries else len(header))
         with memoryview(slot.buffer) as target:
             target[: len(header)] = header
             for entry, tensor in zip(entries, tensors, strict=True):
-                target[entry.start : entry.stop] = tensor.data
+                tensor.copy_into(target[entry.start : entry.stop])
         path.unlink(missing_ok=True)
         path.hardlink_to(slot.path)
         return WrittenFile(path=path, entries=entries, buffer=slot.buffer)
+
+    def _plan_layout(self, name: str, tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
+        """Return the layout of a file. It is planned again only if a tensor has changed its type or shape."""
+        fields = [(tensor.name, tensor.dtype, tensor.shape, tensor.at, tensor.whole) for tensor in tensors]
+        planned_fields, layout = self._layouts.get(name, (None, None))
+        if layout is None or fields != planned_fields:
+            layout = plan_layout(tensors)
+            self._layouts[name] = fields, layout
+        return layout
 
     def _take(self, name: str, *, num_bytes: int) -> _Slot:
         """Return a free slot of this size for the file `name`, and remove free slots of other sizes."""

@@ -83,17 +83,30 @@ class TensorBytes(TensorLayout):
         if self.data.nbytes != self.num_bytes:
             raise ValueError(f"{self.name}: {self.data.nbytes} bytes for {self.dtype}{list(self.shape)}")
 
+    def copy_into(self, target: memoryview) -> None:
+        """Copy the bytes into memory of this size."""
+        target[:] = self.data
+
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor(TensorLayout):
     """A tensor whose bytes are created when they are written, and released afterwards."""
 
     load_data: Callable[[], memoryview]
+    copy_data: Callable[[memoryview], None] | None = None
+    """A function that copies the bytes into memory of this size, from a GPU without a copy in between."""
 
     @property
     def data(self) -> memoryview:
         """The tensor's bytes, created on access."""
         return self.load_data()
+
+    def copy_into(self, target: memoryview) -> None:
+        """Copy the bytes into memory of this size."""
+        if self.copy_data is None:
+            target[:] = self.load_data()
+        else:
+            self.copy_data(target)
 
 
 Writable = TensorBytes | LazyTensor
