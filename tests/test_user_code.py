@@ -15,7 +15,6 @@ import paceline.cli
 import paceline.examples.text
 from paceline.errors import user_line
 from paceline.launch.failures.failure_record import failure_from_exception
-from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.parallel.sharding.unit_guard import guard_sharded_forward
 from paceline.user_code import hide_paceline_frames, is_user_file
 
@@ -114,11 +113,11 @@ def test_what_the_users_code_raises_is_no_echo_of_another_rank(tmp_path: Path, m
     with pytest.raises(RuntimeError) as caught:
         importlib.import_module("lost_of_a_test").lost()
     own = failure_from_exception(caught.value, rank=1)
-    assert own.where.endswith("lost_of_a_test.py:5") and not is_lost_connection(own)
+    assert own.where.endswith("lost_of_a_test.py:5") and not own.is_lost_connection
     with pytest.raises(RuntimeError) as native:
         torch.zeros(2) @ torch.zeros(3)  # made in native code, with no `raise` in the user's
     native.value.args = ("Connection closed by peer [127.0.0.1]:4711",)
-    assert is_lost_connection(failure_from_exception(native.value, rank=0))
+    assert failure_from_exception(native.value, rank=0).is_lost_connection
     assert user_line(native.value) is not None
 
 

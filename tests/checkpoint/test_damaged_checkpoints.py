@@ -295,6 +295,6 @@ def test_a_renamed_folder_is_not_the_step_that_its_name_says(tmp_path: Path) -> 
         check_checkpoint(renamed)
     assert found.value.hint == "mv step-00000020 step-00000006"
     path, refused = find_newest_usable(tmp_path)
-    assert path == good and [each.path for each in refused] == [renamed]
+    assert path == good and [each.path for each in refused] == [tmp_path / "step-00000006", renamed]
     elsewhere = renamed.rename(tmp_path / "kept")
     assert open_checkpoint(elsewhere).step == 6  # a name that says no step says nothing wrong

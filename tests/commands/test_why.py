@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from paceline.commands.why import explain_run
 from paceline.errors import UsageError
+from paceline.launch.agent.rank_activity import ActivityReporter
 from tests.conftest import SMALL_JOB, Shop
 
 LOSS = '    time.sleep(float(os.environ.get("PAUSE", 0)))\n'
@@ -147,3 +149,50 @@ def test_a_run_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_there_must_be_a_run(shop: Shop) -> None:
     ended = shop.run("why")
     assert ended.code == 2 and "there is no run here yet" in ended.err
+
+
+def test_a_second_ctrl_c_is_known(shop: Shop, hanging: "subprocess.Popen[str]") -> None:
+    wait_until(shop, "run", "hanging")
+    for _ in range(2):
+        hanging.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, err = hanging.communicate(timeout=20)
+    assert "Stopped at once." in err
+    assert "A second stop signal, such as Ctrl-C, ended the ranks at once." in shop.run("why", "run").out
+
+
+def test_a_full_disk_is_named_if_nothing_could_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run_folder(tmp_path)
+    assert "kill -9, a reboot, the kernel for lack of memory, or a full disk" in explain_run(str(run)).text
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert "the disk is full (4.0 KiB are free), so that the error could not be recorded" in explain_run(str(run)).text
+
+
+@pytest.mark.parametrize(("is_done", "state"), [(True, "done"), (False, "unknown")])
+def test_a_run_without_logs_is_not_one_that_has_not_started(tmp_path: Path, is_done: bool, state: str) -> None:
+    run = _run_folder(tmp_path)
+    (run / "logs" / "attempt-1").rmdir()
+    assert explain_run(str(run)).state == "not started"
+    events = [{"event": "RunStarted", "attempt": 1}, *([{"event": "RunEnded", "status": "done"}] * is_done)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    explanation = explain_run(str(run))
+    assert explanation.state == state and ("logs is gone or empty" in explanation.text) == (not is_done)
+
+
+def test_a_run_between_two_attempts_says_why_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run_folder(tmp_path)
+    attempt = run / "logs" / "attempt-1"
+    failure = {"rank": 1, "kind": "signal", "message": "SIGKILL (killed from outside)", "step": 7}
+    (attempt / "first-failure.json").write_text(json.dumps(failure))
+    reporter = ActivityReporter()
+    reporter.start(attempt / "activity-0")
+    reporter.stop()
+    monkeypatch.setattr("paceline.commands.why.is_run_folder_locked", lambda _: True)
+    monkeypatch.setattr("paceline.commands.why.lock_holder", lambda _: {})
+    monkeypatch.setattr("paceline.launch.failures.rank_position.process_state", lambda _: "Z")
+    explanation = explain_run(str(run))
+    assert explanation.state == "restarting"
+    assert "The ranks have ended (rank 1 killed by SIGKILL at step 7), and the command is about to" in explanation.text

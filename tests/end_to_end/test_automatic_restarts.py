@@ -369,6 +369,24 @@ def test_a_stopped_fork_server_is_woken(shop: Shop) -> None:
     assert process.returncode == 0, out + err
 
 
+@pytest.mark.cold
+def test_a_stopped_fork_server_does_not_hide_a_killed_rank(shop: Shop) -> None:
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "200", "--checkpoint.every", "20",
+        "--train.on_nonfinite", "skip",
+    )  # fmt: skip
+    wait_for(shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGSTOP)
+    os.kill(children(starter_of(forkserver))[1], signal.SIGKILL)
+    begun = time.monotonic()
+    wait_for(shop.path / "cut" / "logs" / "attempt-2" / "rank-0.log", "step 1")
+    assert time.monotonic() - begun < 15.0, "it was killed after 30 s, and another one imported torch"
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"process {forkserver}, which starts the ranks, was stopped" in err, out + err
+    assert "restarted 1 time; " in out
+
+
 def test_no_space_for_the_next_attempt_ends_the_run_and_names_the_fault(shop: Shop) -> None:
     """The folder of the logs becomes a file, as a full disk would refuse another folder."""
     code = "import os, pathlib, shutil\nRANK, STEP = int(os.environ.get('RANK', 0)), [0]\n" + SMALL_JOB.replace(

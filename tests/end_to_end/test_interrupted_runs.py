@@ -160,6 +160,8 @@ def test_the_first_failing_rank_is_named(shop: Shop, name: str) -> None:
         "rank rank", "rank"
     )) or rank == "rank", screen  # fmt: skip
     assert "Traceback" not in ended.text and len(screen.splitlines()) <= 12
+    if name == "segfault":
+        assert f"{shop.path}/job.py:" in screen.splitlines()[0] and "ctypes.string_at(0)" in screen, screen
     if "raise" in line and "System" not in line:
         assert f"{shop.path}/job.py:" in screen and line.split(": ")[1] in screen
 

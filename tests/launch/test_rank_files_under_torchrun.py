@@ -55,7 +55,7 @@ def test_a_failed_run_has_logs_and_a_short_screen(noisy: Shop) -> None:
     because = "stopped at step 4 because rank 1 failed at step 4: ValueError: not today"
     assert f"traceback : rank 0 {because}" in ended.err or "(SIGTERM)" in ended.err, ended.text
     why = noisy.run("why", "run")
-    assert "First error: rank 1, " in why.out and "The other 1 rank stopped because rank 1 failed." in why.out, why.text
+    assert "First error: rank 1, " in why.out and "The other rank stopped because rank 1 failed." in why.out, why.text
     assert "Full text: run/logs/attempt-1/rank-1.log" in why.out
 
 

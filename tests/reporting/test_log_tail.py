@@ -38,9 +38,30 @@ def test_what_libraries_log_stays_in_the_log(tmp_path: Path) -> None:
     lines = [line for pair in zip(CHATTER, SHOWN, strict=False) for line in pair] + SHOWN[len(CHATTER) :]
     (tmp_path / "rank-0.log").write_text("\n".join(lines) + "\n")
     out = io.StringIO()
-    LogTail(tmp_path, out=out)()
+    tail = LogTail(tmp_path, out=out)
+    tail()
+    tail.close()
     assert out.getvalue().splitlines() == SHOWN
     assert (tmp_path / "rank-0.log").read_text().splitlines() == lines
+
+
+def test_the_log_is_followed_although_its_folder_was_moved_and_a_crash_ends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    with (folder / "rank-0.log").open("w") as log:
+        out = io.StringIO()
+        tail = LogTail(folder, out=out)
+        log.write("step 1\n")
+        log.flush()
+        tail()
+        folder.rename(tmp_path / "moved")
+        log.write("step 2\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n")
+        log.flush()
+        tail()
+        log.write('  File "job.py", line 3 in loss\n')
+        log.flush()
+        tail.close()
+    assert out.getvalue().splitlines() == ["step 1", "step 2"]
 
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])

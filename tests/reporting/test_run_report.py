@@ -513,7 +513,7 @@ def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Pa
     ("first", "head", "log"),
     [
         (
-            {"rank": -1, "kind": "signal", "message": "SIGKILL"},
+            {"rank": -1, "kind": "signal", "message": "the process that starts the ranks was ended by SIGKILL"},
             "the process that starts the ranks",
             "logs/attempt-1</p>",
         ),

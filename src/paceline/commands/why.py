@@ -1,5 +1,6 @@
 """The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity files."""
 
+import shutil
 import socket
 import sys
 import time
@@ -15,18 +16,23 @@ from paceline.checkpoint.files.checkpoint_folder import list_checkpoints
 from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD
 from paceline.commands.command_table import VerbOutput, WhyOptions
 from paceline.commands.common.resume_command import build_resume_command
-from paceline.console.formatting import plural
+from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.events import StepDone
 from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
 from paceline.launch.failures.failure_record import Failure
-from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
 from paceline.launch.failures.rank_position import RankPosition, observe_ranks
 from paceline.launch.failures.stack_dumps import process_state
-from paceline.launch.run_outcome import LaunchOutcome, can_resume_run, failure_as_json, failure_screen
+from paceline.launch.run_outcome import (
+    STOPPED_AT_ONCE,
+    LaunchOutcome,
+    can_resume_run,
+    failure_as_json,
+    failure_screen,
+)
 from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
@@ -36,6 +42,7 @@ _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _MAX_LINES = 16
 _SILENT_SECONDS = 2.0
 _NUM_STEPS = 50
+_FULL_DISK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,8 @@ class Explanation:
     resume_command: str = ""
     stopped_command: int = 0
     """The process of the command if a signal has stopped it, else 0."""
+    notes: tuple[str, ...] = ()
+    """Lines about an end without a failure, or about records that are lost."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation under the keys of `--json`."""
@@ -89,15 +98,9 @@ class Explanation:
             lines += [failure_screen(self.outcome), *self._follow_up_lines()]
             lines += [f"named before: {' '.join(_first_lines(record))}" for record in self.hangs[-1:]]
         elif self.state == "killed":
-            lines += [
-                "The command and its ranks ended without a message.",
-                "    likely cause: kill -9, a second Ctrl-C, a reboot, or the kernel for lack of memory",
-                *self._position_lines("When it ended:"),
-            ]
-        elif self.state == "unknown":
-            lines.append(f"{self.run / 'events.jsonl'} is empty, so it is not known how the run ended.")
-        elif self.state == "restarting":
-            lines.append("The ranks have ended, and the command is about to restart them, or to end.")
+            lines += [*self.notes, *self._position_lines("When it ended:")]
+        elif self.state in ("unknown", "restarting"):
+            lines += self.notes
         elif self.state in ("running", "hanging"):
             lines += self._position_lines("")
             lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
@@ -143,7 +146,7 @@ def _first_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _follow_up_text(failure: Failure) -> str:
-    if is_lost_connection(failure):
+    if failure.is_lost_connection:
         return f"rank {failure.rank} lost the connection to another rank"
     return failure.summary
 
@@ -164,7 +167,7 @@ def explain_run(run: str | None = None) -> Explanation:
         restarts=tuple(f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)),
     )
     if attempt is None:
-        return explanation
+        return _explain_without_logs(explanation, folder, history)
     number = int(attempt.name.removeprefix("attempt-"))
     explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)))
     if is_run_folder_locked(folder.path):
@@ -179,12 +182,40 @@ def explain_run(run: str | None = None) -> Explanation:
     if not history.events and (folder.path / WEIGHTS_RECORD).exists():
         return replace(explanation, state="done")
     if not history.events and folder.events.exists() and (history.steps or list_checkpoints(folder.checkpoints)):
-        return replace(explanation, state="unknown", resume_command=_resume_command(folder))
+        note = f"{folder.events} is empty, so it is not known how the run ended."
+        return replace(explanation, state="unknown", notes=(note,), resume_command=_resume_command(folder))
     positions = observe_ranks(attempt)
     step = max([explanation.step, *(position.step for position in positions)])
     return replace(
-        explanation, state="killed", step=step, positions=tuple(positions), resume_command=_resume_command(folder)
+        explanation,
+        state="killed",
+        step=step,
+        positions=tuple(positions),
+        notes=_notes_on_sudden_end(folder, attempt),
+        resume_command=_resume_command(folder),
     )
+
+
+def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:
+    """Return what is known about the end of a run whose command has recorded no failure."""
+    if (attempt / STOPPED_AT_ONCE).exists():
+        return ("A second stop signal, such as Ctrl-C, ended the ranks at once.",)
+    cause = "kill -9, a reboot, the kernel for lack of memory, or a full disk, on which no error can be recorded"
+    with suppress(OSError):
+        free_bytes = shutil.disk_usage(folder.path).free
+        if free_bytes < _FULL_DISK_BYTES:
+            cause = f"the disk is full ({format_size(free_bytes)} are free), so that the error could not be recorded"
+    return ("The command and its ranks ended without a message.", f"    likely cause: {cause}")
+
+
+def _explain_without_logs(explanation: Explanation, folder: RunFolder, history: History) -> Explanation:
+    """Explain a run that has no attempt folder: it has not started, or somebody has removed its logs."""
+    if not history.events and not history.steps and not list_checkpoints(folder.checkpoints):
+        return explanation
+    if history.has_ended and not is_run_folder_locked(folder.path):
+        return replace(explanation, state=str(history.last_event("RunEnded").get("status")))
+    note = f"{folder.logs} is gone or empty, so it is not known what the ranks do or did."
+    return replace(explanation, state="unknown", notes=(note,))
 
 
 def _check_readable(folder: RunFolder) -> None:
@@ -231,6 +262,8 @@ def _explain_running(
     if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
         hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
     have_ended = bool(positions) and all(position.has_ended for position in positions)
+    first, _ = read_failures(attempt)
+    reason = "" if first is None else f" ({_failure(first).summary})"
     pid = int(holder.get("pid") or 0)
     return replace(
         explanation,
@@ -239,6 +272,7 @@ def _explain_running(
         step=max((position.step for position in positions), default=explanation.step),
         positions=tuple(positions),
         hang=hang,
+        notes=(f"The ranks have ended{reason}, and the command is about to restart them, or to end.",),
     )
 
 

@@ -2,6 +2,8 @@
 
 Start with `launcher.py`.
 
+- `folder_watch.py`: A watch over the run folder during a training, because its ranks notice only at their next save
+  that it is gone.
 - `inherited_environment.py`: Ownership of the environment variables that describe a rank, such as RANK and WORLD_SIZE.
 - `joined_rank.py`: The files of a rank that another launcher started: its log, its activity and its failure.
 - `launcher.py`: The launcher: runs the attempts of a run one after the other, and returns how the last one ended.

@@ -28,7 +28,7 @@ from paceline.launch.failures.failure_record import (
     read_failure,
     write_failure,
 )
-from paceline.launch.failures.first_failure import first_failure, is_lost_connection
+from paceline.launch.failures.first_failure import first_failure
 from paceline.launch.failures.hang_watch import HangWatch
 from paceline.launch.failures.oom_detection import oom_kill_count
 from paceline.launch.failures.stack_dumps import exit_status, process_state
@@ -91,7 +91,7 @@ class JoinedRank:
         activity_reporter.stop()
         is_failure = error is not None and not _is_regular_exit(error)
         if error is not None and is_failure:
-            if is_lost_connection(failure_from_exception(error, rank=self._rank)):
+            if failure_from_exception(error, rank=self._rank).is_lost_connection:
                 self.cause = self._find_cause(folder)  # at once: torchrun soon reads the exit code, and it is gone
             write_failure(folder, rank=self._rank, error=error)
         if self._open_log is not None:
@@ -112,7 +112,7 @@ class JoinedRank:
         while True:
             failures = [read_failure(folder, rank) or self._record_lost(folder, rank) for rank in others]
             cause = first_failure([failure for failure in failures if failure is not None])
-            if cause is not None and not is_lost_connection(cause):
+            if cause is not None and not cause.is_lost_connection:
                 return cause
             if time.monotonic() > deadline:
                 return None

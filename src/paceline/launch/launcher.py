@@ -16,7 +16,7 @@ from paceline.config.secret_settings import holds_secret
 from paceline.config.settings import Survive
 from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
-from paceline.errors import UsageError
+from paceline.errors import ExitCode, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
@@ -39,9 +39,10 @@ from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
+from paceline.launch.folder_watch import FolderWatch
 from paceline.launch.memory_disk import choose_memory_folder, remove_abandoned_memory_folders
 from paceline.launch.rendezvous import listen_on_free_port
-from paceline.launch.run_outcome import LaunchOutcome
+from paceline.launch.run_outcome import STOPPED_AT_ONCE, LaunchOutcome
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -99,10 +100,17 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
         inherited_handles=_inherited_handles(run_lock, request.payload or {}),
     )
     stop_requests = StopRequests()
+    folder_watch = FolderWatch(request.run.path) if run_lock is not None else None
     try:
         with stop_requests.listening():
             try:
-                return _run_attempts(request, forkserver=forkserver, stop_requests=stop_requests, on_start=on_start)
+                return _run_attempts(
+                    request,
+                    forkserver=forkserver,
+                    stop_requests=stop_requests,
+                    folder_watch=folder_watch,
+                    on_start=on_start,
+                )
             finally:
                 forkserver.close()
     finally:
@@ -117,6 +125,7 @@ def _run_attempts(
     *,
     forkserver: ForkserverClient,
     stop_requests: StopRequests,
+    folder_watch: FolderWatch | None,
     on_start: Callable[[Path], Callable[[], None]] | None,
 ) -> LaunchOutcome:
     """Carry out the actions of the restart policy, and return the outcome of the last attempt."""
@@ -136,6 +145,9 @@ def _run_attempts(
         if isinstance(action, PrintLine):
             print_line(action.text, sys.stderr)
         elif isinstance(action, StartAttempt):
+            if outcome is not None and folder_watch is not None and folder_watch.is_lost:
+                actions.append(EndRun(reason="Not restarted: the run folder was moved or removed."))
+                continue
             if end is not None and end.failure is not None:
                 request, num_restarts = _restart_request(request, end, end.failure), num_restarts + 1
             elif end is not None:
@@ -143,7 +155,12 @@ def _run_attempts(
             request = _with_ranks(request, action.ranks)
             try:
                 outcome = _run_attempt(
-                    request, on_start, forkserver=forkserver, stop_requests=stop_requests, policy=policy
+                    request,
+                    on_start,
+                    forkserver=forkserver,
+                    stop_requests=stop_requests,
+                    policy=policy,
+                    folder_watch=folder_watch,
                 )
             except UsageError as error:  # the folder of the next attempt can't be written
                 if outcome is None:
@@ -158,6 +175,9 @@ def _run_attempts(
             assert outcome is not None
             if outcome.failure is not None and action.reason:
                 _write_failure(outcome.attempt_folder, replace(outcome.failure, end_reason=action.reason))
+            if outcome.exit_code == ExitCode.INTERRUPTED:
+                with suppress(OSError):
+                    (outcome.attempt_folder / STOPPED_AT_ONCE).touch()
             seconds = time.monotonic() - start_time
             return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
 
@@ -214,6 +234,7 @@ def _run_attempt(
     forkserver: ForkserverClient,
     stop_requests: StopRequests,
     policy: RestartPolicy,
+    folder_watch: FolderWatch | None,
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
@@ -249,6 +270,9 @@ def _run_attempt(
 
     def tick_and_watch() -> None:
         tick()
+        warning = "" if folder_watch is None else folder_watch.warning()
+        if warning:
+            print_line(warning, sys.stderr)
         if policy.waits_for_save:
             watch.check()
 

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
+from paceline.console.formatting import plural
 from paceline.errors import ExitCode, PeerError
 from paceline.launch.agent.restart_policy import has_external_cause
-from paceline.launch.failures.failure_record import DIVERGED, FORKSERVER_RANK, TIMEOUT, Failure
-from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.failure_record import CONNECTION, DIVERGED, FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.run_folder.run_folder import RunFolder
+
+STOPPED_AT_ONCE = "stopped-at-once"
+"""The file in an attempt folder that says that a second stop signal has ended the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ def failure_as_json(outcome: LaunchOutcome, *, resume_command: str = "") -> dict
 def joined_failure_as_json(failure: Failure, *, log: Path | None, resume_command: str = "") -> dict[str, Any]:
     """Return the failure of a rank that another launcher started under the keys of `--json`; `log` is its log."""
     fields = _failure_fields(failure)
-    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
+    if failure.exit_code == ExitCode.FAILED and failure.is_lost_connection:
         message = (
             f"rank {failure.rank} could not continue because another rank failed or did not respond: {failure.message}"
         )
@@ -114,7 +117,7 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     location = f"{failure.where}, " if failure.where else ""
     description = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
     lines = [f"FAILED{step_text}. First error: rank {failure.rank}, {location}{description}"]
-    if failure.kind in (TIMEOUT, DIVERGED):
+    if failure.kind in (TIMEOUT, DIVERGED, CONNECTION):
         lines = [f"FAILED{step_text}: {failure.message}"]
     elif failure.is_joint:
         lines = [f"FAILED{step_text}. {failure.kind}: {failure.message}"]
@@ -122,9 +125,8 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
     num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
-    if num_others and failure.kind != DIVERGED and not failure.is_joint:
-        lines.append(
-            f"The other {num_others} rank{'s' if num_others > 1 else ''} stopped because rank {failure.rank} {reason}."
-        )
+    if num_others and failure.kind not in (DIVERGED, CONNECTION) and not failure.is_joint:
+        others = plural(num_others, "rank") if num_others > 1 else "rank"
+        lines.append(f"The other {others} stopped because rank {failure.rank} {reason}.")
     lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, f"Full text: {log}"]
     return "\n".join([*lines, *resume_lines])

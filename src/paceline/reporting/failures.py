@@ -20,7 +20,6 @@ from paceline.errors import CheckpointError, ExitCode, MachineError
 from paceline.events import Restarted
 from paceline.filesystem.atomic_files import folder_bytes
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
-from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
@@ -120,10 +119,12 @@ def _show_attempt(folder: Path, *, restart: Restarted | None) -> str:
     location = f"{first['where']}, " if first.get("where") else ""
     step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     description = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _failure_text(first)
-    process = "the process that starts the ranks" if first["rank"] == FORKSERVER_RANK else f"rank {first['rank']}"
-    head = (
-        f"<p><strong>Attempt {escape(number)}{step}: {escape(process)}</strong>, {escape(location + description)}</p>"
-    )
+    if first["rank"] == FORKSERVER_RANK:
+        head = f"<p><strong>Attempt {escape(number)}{step}</strong>: {escape(str(first.get('message')))}</p>"
+    else:
+        process = f"rank {first['rank']}"
+        text = escape(location + description)
+        head = f"<p><strong>Attempt {escape(number)}{step}: {escape(process)}</strong>, {text}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
     advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])
     advice = f"<pre>{escape(advice)}</pre>" if advice else ""
@@ -142,7 +143,7 @@ def _failure_time(failure: dict[str, Any]) -> int:
 def _is_lost_connection(failure: dict[str, Any]) -> bool:
     """Return whether this failure only follows from another rank's exit; False for a record of another version."""
     try:
-        return is_lost_connection(msgspec.convert(failure, Failure))
+        return msgspec.convert(failure, Failure).is_lost_connection
     except msgspec.ValidationError:
         return False
 

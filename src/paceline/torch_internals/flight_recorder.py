@@ -32,8 +32,9 @@ def _describe(entries: Iterable[Any]) -> list[str]:
         if entry.get("state") == "completed" or entry.get("retired"):  # gloo sets only the latter
             continue
         name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-        sizes = " and ".join(map(str, entry.get("input_sizes") or entry.get("output_sizes") or ()))
+        sizes = [str(size) for size in entry.get("input_sizes") or entry.get("output_sizes") or ()]
         types = {str(kind).lower() for kind in entry.get("input_dtypes") or entry.get("output_dtypes") or ()}
+        content = f" of {' and '.join(sizes)} {' and '.join(sorted(types))}" if sizes else ""
         number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
-        texts.append(f"{name} of {sizes} {' and '.join(sorted(types))}, number {number} in its group")
+        texts.append(f"{name}{content}, number {number} in its group")
     return texts

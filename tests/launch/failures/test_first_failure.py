@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bytes_sent import Traffic
+from paceline.launch.agent.rank_activity import ActivityReporter, activity_path
+from paceline.launch.agent.restart_policy import has_external_cause
 from paceline.launch.failures.failure_record import Failure, failure_from_status, read_failure, write_failure
-from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
-from paceline.launch.failures.stuck_rank import SilentRank, hang_failure
+from paceline.launch.failures.first_failure import exit_code, first_failure
+from paceline.launch.failures.stuck_rank import SilentRank, hang_failure, mutual_wait_failure
 
 MS = 1_000_000
 
@@ -69,7 +72,7 @@ def test_who_waited_in_vain_names_the_silent_rank_and_how_long_it_waited() -> No
     for words in ((LOST, CLOSED, LATE), (CLOSED, LATE, LOST), (LATE, LOST, CLOSED)):
         heard = [failure(rank, "RuntimeError", rank, text) for rank, text in zip((0, 2, 3), words, strict=True)]
         first = first_failure(heard)
-        assert first is not None and is_lost_connection(first)
+        assert first is not None and first.is_lost_connection
         found = hang_failure(heard, [silent])
         assert found.told_by == (0, 2, 3)[words.index(LATE)] and found.rank == 1 and found.step == 21
         assert found.message.startswith("no answer from rank 1 within 4 s: nothing from it since step 20"), found
@@ -120,3 +123,30 @@ def test_signals_are_told_by_name() -> None:
 
 def test_a_rank_that_gave_up_in_native_code_is_explained() -> None:
     assert "ranks do different things" in failure_from_status(1, status=-int(signal.SIGABRT)).message
+
+
+def test_a_lost_connection_is_said_in_words() -> None:
+    """The text of gloo names a source file, an address and a joke."""
+    text = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Software caused connection abort. GLHF!"
+    lost = replace(failure(1, "RuntimeError", 1, text), step=19)
+    assert lost.summary == "rank 1 lost the connection to another rank at step 19"
+    assert replace(lost, is_users_own=True).summary.startswith("rank 1 failed at step 19: RuntimeError: ")
+
+
+@pytest.mark.parametrize(("numbers", "kind"), [((64, 64), "connection"), ((64, 65), "apart"), ((64, None), "apart")])
+def test_ranks_that_wait_in_the_same_exchange_have_lost_the_network_and_not_their_way(
+    tmp_path: Path, numbers: tuple[int, int | None], kind: str
+) -> None:
+    for rank, number in enumerate(numbers):
+        if number is not None:
+            reporter = ActivityReporter()
+            reporter.traffic = Traffic(num_operations=number, last_operation="all_reduce")
+            reporter.start(activity_path(tmp_path, rank))
+            reporter.stop()
+    timeout = "gloo: Timed out waiting 15000ms for recv operation to complete"
+    failures = [replace(failure(rank, "RuntimeError", 1, timeout), step=17) for rank in (0, 1)]
+    found = mutual_wait_failure(failures, folder=tmp_path)
+    assert found.kind == kind and has_external_cause(found) == (kind == "connection")
+    if kind == "connection":
+        assert found.summary == "all ranks waited for each other in the same all_reduce, for 15 s at step 17"
+        assert "to do: check the connection between these ranks" in found.screen

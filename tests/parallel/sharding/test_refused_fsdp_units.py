@@ -13,7 +13,7 @@ from paceline.comm.process_group import World
 from paceline.config.merge_settings import read_requested_settings
 from paceline.config.task import Task
 from paceline.launch.failures.failure_record import annotate_progress, failure_from_exception
-from paceline.launch.failures.stuck_rank import divergence_failure
+from paceline.launch.failures.stuck_rank import mutual_wait_failure
 from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from tests.end_to_end.forked_job_ranks import Told, try_pair
 from tests.matrix.matrix_page import patterns, stands
@@ -273,7 +273,7 @@ def test_a_gradient_in_the_loss_is_right_or_refused(layout: str, says: str, tmp_
     assert not says or stands(told.text.splitlines()[0], patterns()), "docs/refusals.md does not have it"
 
 
-def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:
+def test_ranks_that_wait_for_each_other_are_told_how_far_each_was(tmp_path: Path) -> None:
     order = UnitOrderCheck(["blocks.0", "blocks.1"], world=World.alone())
     failures = []
     for rank, said in enumerate(("Application timeout caused pair closure", "Connection closed by peer")):
@@ -283,7 +283,7 @@ def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:
         failures.append(
             replace(failure_from_exception(error, rank=rank, step=3), is_users_own=False)
         )  # gloo has raised it
-    found = divergence_failure(failures)
+    found = mutual_wait_failure(failures, folder=tmp_path)
     assert found.screen.startswith(
         "the ranks waited for each other in different places: rank 0 has gathered units 1 times"
     )

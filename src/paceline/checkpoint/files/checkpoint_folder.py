@@ -110,8 +110,8 @@ def read_manifest(path: Path) -> ManifestSchema:
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     """Return the newest intact checkpoint, or None, and a list of checkpoints that can't be used.
 
-    The list has the newer checkpoints that are damaged, and the staging folders of interrupted saves. If nothing at
-    all is found, but `latest` names a checkpoint, the list has this missing checkpoint.
+    The list has the newer checkpoints that are damaged, the staging folders of interrupted saves, and the checkpoint
+    that `latest` names if it is missing.
     """
     _restore_replaced(folder)
     refused = [
@@ -119,6 +119,9 @@ def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoi
         for path in sorted(folder.glob(f"{STAGING_PREFIX}step-*"))
         if not _is_being_written(path)
     ]
+    missing = folder / _read_mark(folder, LATEST)
+    if missing != folder and not missing.exists():
+        refused.append(UnusableCheckpoint(path=missing, reason="`latest` names it, but it no longer exists"))
     for path in reversed(list_checkpoints(folder)):
         try:
             check_checkpoint(path)
@@ -126,9 +129,6 @@ def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoi
             refused.append(UnusableCheckpoint(path=path, reason=error.what))
         else:
             return path, refused
-    missing = folder / _read_mark(folder, LATEST)
-    if not refused and missing != folder and not missing.exists():
-        refused.append(UnusableCheckpoint(path=missing, reason="`latest` names it, but it no longer exists"))
     return None, refused
 
 

@@ -25,7 +25,7 @@ from paceline.config.merge_settings import RequestedSettings, merge, read_reques
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
-from paceline.console.formatting import plural
+from paceline.console.formatting import format_duration, plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
@@ -256,6 +256,9 @@ def execute(
     launch_outcome = start(request, on_start=follow_logs)
     if tails and not common.quiet:
         tails[-1].close()
+        if launch_outcome.restarts and not launch_outcome.exit_code:
+            times = plural(launch_outcome.restarts, "time")
+            print_line(f"restarted {times}; {format_duration(launch_outcome.seconds)} in all")
     return command_outcome(task, launch_outcome)
 
 

@@ -11,8 +11,7 @@ from paceline.config.settings import Survive
 from paceline.console.formatting import plural
 from paceline.errors import DataError, DesyncError, ExitCode, RollbackError, SaveError, SpikeError
 from paceline.faults import MissedFaultError
-from paceline.launch.failures.failure_record import FORKSERVER_RANK, TIMEOUT, Failure
-from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.failure_record import CONNECTION, FORKSERVER_RANK, TIMEOUT, Failure
 from paceline.launch.resizing import Resizing
 
 DEFAULT_RESTARTS = Survive().restarts
@@ -260,9 +259,9 @@ class RestartPolicy:
 
 def has_external_cause(failure: Failure) -> bool:
     """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
-    has_external_kind = failure.kind in ("signal", TIMEOUT) or failure.rank == FORKSERVER_RANK
+    has_external_kind = failure.kind in ("signal", TIMEOUT, CONNECTION) or failure.rank == FORKSERVER_RANK
     is_external = has_external_kind or _is_killed_data_worker(failure)
-    return is_external or failure.is_short_of_memory or is_lost_connection(failure)
+    return is_external or failure.is_short_of_memory or failure.is_lost_connection
 
 
 def is_device_error(failure: Failure) -> bool:

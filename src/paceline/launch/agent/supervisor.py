@@ -19,21 +19,22 @@ from paceline.launch.failures.failure_record import (
     Failure,
     failure_from_status,
     forkserver_failure,
+    locate_crash,
     missing_log_failure,
     missing_peer_failure,
     read_failure,
 )
-from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
+from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.hang_watch import HangWatch
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.stack_dumps import has_signal_handler, process_state
+from paceline.launch.failures.stack_dumps import Stack, has_signal_handler, process_state, read_crash_stack
 from paceline.launch.failures.stuck_rank import (
     SilentRank,
-    divergence_failure,
     find_silent_ranks,
     hang_failure,
     is_timeout,
+    mutual_wait_failure,
     stop_waiting_message,
 )
 
@@ -149,6 +150,7 @@ class Supervisor:
             self._kill_after_failure()
             self._report_stop_progress()
             self._check_silent_ranks()
+            self._wake_forkserver()
             if self._is_kill_overdue():
                 return False
 
@@ -206,7 +208,11 @@ class Supervisor:
         recorded = recorded or (
             missing_log_failure(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None
         )
-        return recorded or failure_from_status(rank, status=status, step=step, is_oom_kill=is_oom_kill)
+        if recorded is not None:
+            return recorded
+        failure = failure_from_status(rank, status=status, step=step, is_oom_kill=is_oom_kill)
+        crash_stack = read_crash_stack(self._attempt.folder / f"rank-{rank}.log") if status < 0 else Stack()
+        return failure if not crash_stack.user_frames else locate_crash(failure, crash_stack.user_frames[0])
 
     def _current_step(self, rank: int) -> int:
         """Return the step that a rank was executing, or was saving; 0 before its first heartbeat."""
@@ -247,7 +253,6 @@ class Supervisor:
         if failure is not None:
             self._attempt.failures.append(failure)
             self._kill()
-        self._wake_forkserver()
 
     def _hang_notice(self) -> str:
         """Return the message of the watch for hangs. An error in it turns it off, and does not end the run."""
@@ -258,13 +263,17 @@ class Supervisor:
             return f"hangs are no longer watched in this attempt: {type(error).__name__}: {error}"
 
     def _wake_forkserver(self) -> None:
-        """Resume a stopped fork server or starter once all ranks have ended, because only they report their exits."""
+        """Resume a stopped fork server or starter once a rank has ended, because only they report exits.
+
+        If a user has asked to stop, a message about the stopped process appears instead.
+        """
         now, pids = time.monotonic(), self._attempt.pids.values()
-        stopped_pid = self._stopped_forkserver_pid()
-        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or not stopped_pid:
+        if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or self._num_stop_requests:
             return
         self._forkserver_check_time = now
-        if all(process_state(pid) in ("Z", "") for pid in pids):  # or none has been started yet
+        stopped_pid = self._stopped_forkserver_pid()
+        if stopped_pid and (not pids or any(process_state(pid) in ("Z", "") for pid in pids)):
+            print_line(f"process {stopped_pid}, which starts the ranks, was stopped; Paceline continues it", sys.stderr)
             with suppress(ProcessLookupError):
                 os.kill(stopped_pid, signal.SIGCONT)
 
@@ -334,14 +343,15 @@ class Supervisor:
         failed_ranks = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in records if f is not None and f.rank not in failed_ranks and attempt.failures]
         first = first_failure(attempt.failures)
-        if first is not None and is_lost_connection(first) and attempt.silent_ranks:
+        if first is not None and first.is_lost_connection and attempt.silent_ranks:
             return 1, hang_failure(attempt.failures, attempt.silent_ranks)
         finished_ranks = [rank for rank, status in attempt.statuses.items() if status == 0]
-        if first is not None and is_lost_connection(first) and finished_ranks:
+        if first is not None and first.is_lost_connection and finished_ranks:
             return 1, missing_peer_failure(finished_ranks[0], waiter=first)
         have_connected = first is not None and first.kind != MachineError.__name__
         if first is not None and have_connected and is_timeout(first) and len(attempt.failures) == attempt.ranks > 1:
-            return 1, divergence_failure(sorted(attempt.failures, key=lambda failure: failure.rank))
+            failures = sorted(attempt.failures, key=lambda failure: failure.rank)
+            return 1, mutual_wait_failure(failures, folder=attempt.folder)
         if first is None and self._num_stop_requests > int(self._saves_checkpoints):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:

@@ -21,7 +21,7 @@ from paceline.launch.agent.rank_activity import activity_path, activity_reporter
 from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
-from paceline.launch.failures.stack_dumps import install_stack_handler
+from paceline.launch.failures.stack_dumps import install_crash_handler, install_stack_handler
 from paceline.launch.joined_rank import joined_rank
 from paceline.plugins import resolve
 from paceline.user_code import script_arguments
@@ -48,6 +48,7 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
 
     if status_fd is not None:
         install_stack_handler(status_fd)
+        install_crash_handler()
         activity_reporter.start(activity_path(folder, rank))
     poll_stop_request = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
     code, is_completed = _run_guarded(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import linecache
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from paceline.errors import (
     MachineError,
     OutOfMemory,
     PacelineError,
+    PeerError,
     Problems,
     RollbackError,
     RunError,
@@ -40,6 +42,7 @@ from paceline.launch.failures.oom_detection import (
     process_bytes_under,
     tightest_memory_limit,
 )
+from paceline.launch.failures.stack_dumps import Frame
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, own_rank
 from paceline.user_code import is_raised_by_user_code
 
@@ -51,9 +54,13 @@ FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _MAX_MESSAGE_CHARACTERS = 400
 _MAX_SUMMARY_CHARACTERS = 300
-TIMEOUT, DIVERGED = "timeout", "apart"  # fixed values of `error` in --json
-_KINDS_IN_WORDS = ("exit", TIMEOUT, DIVERGED)  # kinds whose message is a sentence and no exception's text
+TIMEOUT, DIVERGED, CONNECTION = "timeout", "apart", "connection"  # fixed values of `error` in --json
+_KINDS_IN_WORDS = ("exit", TIMEOUT)  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
+_LOST_CONNECTION_TEXTS = (
+    "connection closed", "connection reset", "connection abort", "broken pipe", "timed out waiting", "pair closure",
+    "recvvalue failed", "socket", "peer", "gloo", "nccl", "could not join the other ranks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,10 @@ class Failure:
         message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
         if self.is_joint:
             return message
+        if self.kind in (DIVERGED, CONNECTION):
+            return f"{message}{place}"
+        if self.is_lost_connection:
+            return f"rank {self.rank} lost the connection to another rank{place}"
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
         return f"rank {self.rank} failed{place}: {': '.join(parts)}"
 
@@ -108,6 +119,16 @@ class Failure:
     def is_joint(self) -> bool:
         """Return whether all ranks have decided this together, so that none of them is to blame."""
         return self.kind in (SpikeError.__name__, RollbackError.__name__)
+
+    @property
+    def is_lost_connection(self) -> bool:
+        """Return whether the rank only lost its connection, probably because another rank had ended."""
+        if self.kind.startswith("Dist") or self.kind == PeerError.__name__:
+            return True
+        if self.is_users_own or self.kind not in ("RuntimeError", "MachineError"):
+            return False
+        text = self.message.lower()
+        return any(word in text for word in _LOST_CONNECTION_TEXTS)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -244,6 +265,12 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
+
+
+def locate_crash(failure: Failure, frame: Frame) -> Failure:
+    """Return the failure of a crash in native code with the line of the job that called it."""
+    source = linecache.getline(frame.file, frame.line).strip()
+    return replace(failure, where=f"{frame.file}:{frame.line}", source=source)
 
 
 def missing_status_failure(rank: int, *, step: int = 0) -> Failure:

@@ -3,23 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.errors import PeerError
 from paceline.launch.failures.failure_record import Failure
 
 _SIGNAL_DELAY_NS = 50_000_000
-_LOST_CONNECTION_TEXTS = (
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "timed out waiting",
-    "pair closure",
-    "recvvalue failed",
-    "socket",
-    "peer",
-    "gloo",
-    "nccl",
-    "could not join the other ranks",
-)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
@@ -31,7 +17,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """
     if not failures:
         return None
-    first = min(failures, key=lambda f: (is_lost_connection(f), _sort_time(f)))
+    first = min(failures, key=lambda f: (f.is_lost_connection, _sort_time(f)))
     ranks = first.said.get("ranks")
     if not ranks or first.rank in ranks:
         return first
@@ -41,16 +27,6 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
 
 def _sort_time(failure: Failure) -> int:
     return failure.monotonic_ns - (_SIGNAL_DELAY_NS if failure.kind == "signal" else 0)
-
-
-def is_lost_connection(failure: Failure) -> bool:
-    """Return whether this failure only follows from another rank's exit."""
-    if failure.kind.startswith("Dist") or failure.kind == PeerError.__name__:
-        return True
-    if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):
-        return False
-    text = failure.message.lower()
-    return any(word in text for word in _LOST_CONNECTION_TEXTS)
 
 
 def exit_code(statuses: Mapping[int, int], first: Failure | None) -> int:

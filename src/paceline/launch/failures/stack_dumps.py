@@ -24,6 +24,8 @@ _MAX_BYTES, _MAX_LINE_CHARACTERS = 1 << 20, 100
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state of the process
 _DATALOADER_FILE = "/torch/utils/data/dataloader.py"
+CRASH_MARKER = "Fatal Python error: "
+"""The start of what `faulthandler` writes into a rank's log if native code crashes."""
 _COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
 _LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesystem/", "/paceline/faults.py")
 
@@ -104,6 +106,24 @@ def request_stack(pid: int, status_fd: int) -> Stack:
             break
         end = offset
     return parse_stack(os.pread(status_fd, min(end - start, _MAX_BYTES), start).decode(errors="replace"))
+
+
+def install_crash_handler() -> None:
+    """Let this process write the stack of the crashing thread to its standard error if native code crashes."""
+    with suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable(file=2, all_threads=False)
+
+
+def read_crash_stack(log: Path) -> Stack:
+    """Return the stack that a rank wrote into its log when native code crashed; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _MAX_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return Stack()
+    _, marker, dump = text.rpartition(CRASH_MARKER)
+    return parse_stack(dump.partition("\n")[2]) if marker else Stack()
 
 
 def parse_stack(text: str) -> Stack:

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, RunError
+from paceline.launch.agent.rank_activity import read_rank_activity
 from paceline.launch.agent.shared_status import read_heartbeat
-from paceline.launch.failures.failure_record import DIVERGED, TIMEOUT, Failure
-from paceline.launch.failures.first_failure import is_lost_connection
+from paceline.launch.failures.failure_record import CONNECTION, DIVERGED, TIMEOUT, Failure
 from paceline.launch.failures.stack_dumps import Stack, forked_children, process_state, request_stack
 
 _MAX_STACK_REQUESTS = 16
@@ -104,7 +104,7 @@ def describe_data_worker(pid: int, status_fd: int) -> str:
 def is_timeout(failure: Failure) -> bool:
     """Return whether this rank timed out while it waited for another rank."""
     text = failure.message.lower()
-    return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
+    return failure.is_lost_connection and ("timed out" in text or "timeout" in text)
 
 
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
@@ -145,7 +145,29 @@ def all_silent_failure(silent_ranks: Sequence[SilentRank], *, seconds: float) ->
     )  # fmt: skip
 
 
-def divergence_failure(failures: Sequence[Failure]) -> Failure:
+def mutual_wait_failure(failures: Sequence[Failure], *, folder: Path) -> Failure:
+    """Return the failure of a run in which all ranks waited for each other until one timed out.
+
+    If all of them waited in the same exchange, by their pages in the attempt `folder`, the connection is to blame.
+    """
+    activities = [read_rank_activity(folder, failure.rank) for failure in failures]
+    exchanges = {(a.last_operation, a.num_operations) if a is not None else None for a in activities}
+    exchange = exchanges.pop()
+    have_diverged = any(failure.doing for failure in failures)  # fully_shard's own gathers are not in the pages
+    if exchanges or exchange is None or not exchange[0] or have_diverged:
+        return _divergence_failure(failures)
+    waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
+    limit = _timeout_limit(waiter.message)
+    error = RunError(
+        f"all ranks waited for each other in the same {exchange[0]}{f', for {limit:g} s' if limit else ''}.",
+        cause="a connection that drops or delays data, a firewall, or a GPU operation that never ends",
+        hint="check the connection between these ranks, and their GPUs",
+    )
+    error_fields = {**error.as_json(), "error": CONNECTION}
+    return replace(waiter, kind=CONNECTION, message=error.what, screen=str(error), said=error_fields)
+
+
+def _divergence_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure of a run in which all ranks waited for each other in different places until one timed out."""
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     limit = _timeout_limit(waiter.message)

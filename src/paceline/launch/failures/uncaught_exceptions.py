@@ -22,7 +22,6 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, job_exit_error
 from paceline.filesystem.atomic_files import write_text
 from paceline.launch.failures.failure_record import Failure, current_rank, failure_from_exception
-from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.failures.stuck_rank import is_timeout
 from paceline.launch.inherited_environment import attempt_folder, own_environ
@@ -141,7 +140,7 @@ def report_exit(error: SystemExit) -> None:
 
 def is_echo(failure: Failure) -> bool:
     """Return whether the failure is only the lost connection to another rank."""
-    return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
+    return failure.exit_code == ExitCode.FAILED and failure.is_lost_connection
 
 
 def name_first_cause(failure: Failure) -> Failure:

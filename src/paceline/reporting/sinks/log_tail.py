@@ -4,7 +4,7 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +15,7 @@ from paceline.console.output import take_dropped_note, write_safely
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import TRACEBACK_MARKER
+from paceline.launch.failures.stack_dumps import CRASH_MARKER
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.run_folder.run_folder import RunFolder
 
@@ -36,7 +37,7 @@ class LogTail:
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
         self._pulse = folder / f"pulse-{rank}"  # the file of the heartbeats
-        self._offset = 0
+        self._file: BinaryIO | None = None  # it stays open, so that lines are shown although the folder was moved
         self._partial_line = b""
         self._is_silenced = False  # True after a traceback has begun, which the failure screen shows instead
         self._note = ""
@@ -81,20 +82,24 @@ class LogTail:
             write_safely(lambda: print(last_line, file=self._out, flush=True), self._out)
         if self._bar is not None:
             self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _new_lines(self) -> list[str]:
         """Return the new complete lines of the log, without diagnostics, a traceback and all that follows it."""
         try:
-            with self._log.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            self._file = self._file or self._log.open("rb")
+            data = self._file.read()
         except OSError:
             return []
-        self._offset += len(data)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         texts = [text for line in lines if not _LIBRARY_DIAGNOSTICS.match(text := line.decode(errors="replace"))]
-        if TRACEBACK_MARKER in texts or self._is_silenced:
-            texts = [] if self._is_silenced else texts[: texts.index(TRACEBACK_MARKER)]
+        starts = [
+            index for index, text in enumerate(texts) if text == TRACEBACK_MARKER or text.startswith(CRASH_MARKER)
+        ]
+        if starts or self._is_silenced:
+            texts = [] if self._is_silenced else texts[: starts[0]]
             self._is_silenced, self._partial_line = True, b""
         return texts
 
