@@ -166,7 +166,7 @@ def test_a_full_disk_is_named_if_nothing_could_be_recorded(tmp_path: Path, monke
     assert "kill -9, a reboot, the kernel for lack of memory, or a full disk" in explain_run(str(run)).text
     usage = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert "the disk is full (4.0 KiB are free), so that the error could not be recorded" in explain_run(str(run)).text
+    assert "the disk is full now (4.0 KiB are free)" in explain_run(str(run)).text
 
 
 @pytest.mark.parametrize(("is_done", "state"), [(True, "done"), (False, "unknown")])

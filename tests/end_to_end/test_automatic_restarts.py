@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.agent.forkserver import _fork_spare
 from tests.conftest import SMALL_JOB, Shop
 from tests.end_to_end.run_processes import children, marked_processes, spare_of, starter_of, wait_until_gone
 from tests.end_to_end.test_interrupted_runs import wait_for
@@ -162,6 +163,52 @@ def test_a_killed_starter_or_fork_server_is_replaced_without_another_import_of_t
     lines = [line for line in (out + err).splitlines() if "restarted in " in line]
     assert len(lines) == 4 and all("the process that starts the ranks ended at step " in line for line in lines), lines
     assert wait_until_gone(mark) == []
+
+
+@pytest.mark.cold
+def test_nothing_outlives_a_command_whose_fork_server_was_replaced(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "100000", "--checkpoint.every", "20",
+        "--checkpoint.memory_every", "5", "--train.on_nonfinite", "skip", environ={"MARK": mark},
+    )  # fmt: skip
+    wait_for(shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    (forkserver,) = children(process.pid)
+    os.kill(forkserver, signal.SIGKILL)
+    wait_for(shop.path / "cut" / "logs" / "attempt-2" / "rank-0.log", "step 40 ")
+    assert children(process.pid) == []
+    folder = memory_folder(shop, "cut")
+    assert folder.exists()
+    process.kill()
+    process.communicate(timeout=20)
+    assert wait_until_gone(mark) == [] and not folder.exists()
+
+
+@pytest.mark.cold
+def test_a_spare_that_does_not_answer_is_replaced_by_another_fork_server(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "cut", "--train.steps", "300", "--checkpoint.every", "20",
+        "--train.on_nonfinite", "skip", environ={"MARK": mark},
+    )  # fmt: skip
+    wait_for(shop.path / "cut" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    (forkserver,) = children(process.pid)
+    os.kill(spare_of(forkserver), signal.SIGSTOP)
+    os.kill(forkserver, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "restarted 1 time; " in out, out + err
+    assert wait_until_gone(mark) == []
+
+
+@pytest.mark.parametrize("name", ["pidfd_open", "fork"])
+def test_a_machine_that_allows_no_spare_is_no_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, name, refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert _fork_spare(os.getppid()) == -1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.cold

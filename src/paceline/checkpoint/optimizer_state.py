@@ -241,10 +241,10 @@ def exchange_optimizer_entries(
     for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
         group_entries = [
             {
-                "names": group_names,
+                "names": parameter_names,
                 "options": encode_state({k: v for k, v in group.items() if k != "params"}, where="a parameter group"),
             }
-            for group_names, group in zip(groups, optimizer.param_groups, strict=True)
+            for parameter_names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
         all_scalars = first_value_per_key(rank_scalars[index] for rank_scalars in scalars_by_rank)
         shared_values = all_scalars.get(NO_PARAMETER, [])

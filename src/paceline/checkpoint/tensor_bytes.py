@@ -71,6 +71,8 @@ def _copy_tensor(tensor: Tensor, target: memoryview) -> None:
     """Copy a tensor's bytes into memory of its size."""
     if target.nbytes:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel() != target.nbytes:
+            raise ValueError(f"{flat.numel()} bytes for {target.nbytes} bytes of memory")
         torch.frombuffer(target, dtype=torch.uint8).copy_(flat)
 
 

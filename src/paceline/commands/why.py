@@ -50,7 +50,7 @@ class Explanation:
     """The state of a run and its reason.
 
     `state` is `running`, `hanging`, `restarting`, `done`, `stopped`, `failed`, `killed`, `not started`, or `unknown` if
-    the run's events are lost.
+    the run's events or logs are lost.
     """
 
     run: Path
@@ -204,7 +204,7 @@ def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:
     with suppress(OSError):
         free_bytes = shutil.disk_usage(folder.path).free
         if free_bytes < _FULL_DISK_BYTES:
-            cause = f"the disk is full ({format_size(free_bytes)} are free), so that the error could not be recorded"
+            cause = f"the disk is full now ({format_size(free_bytes)} are free): on a full disk, no error is recorded"
     return ("The command and its ranks ended without a message.", f"    likely cause: {cause}")
 
 
@@ -213,7 +213,8 @@ def _explain_without_logs(explanation: Explanation, folder: RunFolder, history: 
     if not history.events and not history.steps and not list_checkpoints(folder.checkpoints):
         return explanation
     if history.has_ended and not is_run_folder_locked(folder.path):
-        return replace(explanation, state=str(history.last_event("RunEnded").get("status")))
+        state = str(history.last_event("RunEnded").get("status"))
+        return replace(explanation, state=state, resume_command=_resume_command(folder) if state == "stopped" else "")
     note = f"{folder.logs} is gone or empty, so it is not known what the ranks do or did."
     return replace(explanation, state="unknown", notes=(note,))
 

@@ -145,7 +145,7 @@ def _run_attempts(
         if isinstance(action, PrintLine):
             print_line(action.text, sys.stderr)
         elif isinstance(action, StartAttempt):
-            if outcome is not None and folder_watch is not None and folder_watch.is_lost:
+            if outcome is not None and folder_watch is not None and folder_watch.is_lost():
                 actions.append(EndRun(reason="Not restarted: the run folder was moved or removed."))
                 continue
             if end is not None and end.failure is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+_MAX_SIZES = 3
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -34,6 +35,8 @@ def _describe(entries: Iterable[Any]) -> list[str]:
         name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
         sizes = [str(size) for size in entry.get("input_sizes") or entry.get("output_sizes") or ()]
         types = {str(kind).lower() for kind in entry.get("input_dtypes") or entry.get("output_dtypes") or ()}
+        if len(sizes) > _MAX_SIZES:
+            sizes = [*sizes[:_MAX_SIZES], f"{len(sizes) - _MAX_SIZES} more"]
         content = f" of {' and '.join(sizes)} {' and '.join(sorted(types))}" if sizes else ""
         number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
         texts.append(f"{name}{content}, number {number} in its group")

@@ -13,8 +13,7 @@ Tested on torch 2.11 to 2.13:
 - the key of a storage, a tensor's class, and a module's own dicts of parameters and buffers;
 - `Module._compiled_call_impl`: `Module.__call__` calls it first, `Module.compile` sets it, and a copy of a module does
   not have it;
-- wrapper subclasses, which are tensors without memory;
-- the capabilities of a processor.
+- wrapper subclasses, which are tensors without memory; the hooks of all optimizers; a processor's capabilities.
 """
 
 import random
@@ -35,6 +34,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -56,6 +56,7 @@ __all__ = [
     "divide_all",
     "enable_compile_errors",
     "has_amx_tiles",
+    "has_global_optimizer_hooks",
     "has_hooks",
     "hide_process_group",
     "hide_worker_info",
@@ -112,6 +113,11 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 def has_amx_tiles() -> bool:
     """Return whether this machine's processor has bfloat16 matrix tiles (AMX)."""
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Return whether a hook is called in the step of every optimizer."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def recompile_on_hook_changes() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bytes_sent import Traffic
 from paceline.launch.agent.rank_activity import ActivityReporter, activity_path
 from paceline.launch.agent.restart_policy import has_external_cause
 from paceline.launch.failures.failure_record import Failure, failure_from_status, read_failure, write_failure
@@ -133,20 +132,37 @@ def test_a_lost_connection_is_said_in_words() -> None:
     assert replace(lost, is_users_own=True).summary.startswith("rank 1 failed at step 19: RuntimeError: ")
 
 
-@pytest.mark.parametrize(("numbers", "kind"), [((64, 64), "connection"), ((64, 65), "apart"), ((64, None), "apart")])
+FOURTH = "all_reduce of [8] float, number 4 in its group"
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "kind"),
+    [
+        ((FOURTH, FOURTH), "connection"),
+        ((FOURTH, "barrier, number 4 in its group"), "apart"),
+        ((FOURTH, None), "apart"),
+        ((None, None), "apart"),
+    ],
+)
 def test_ranks_that_wait_in_the_same_exchange_have_lost_the_network_and_not_their_way(
-    tmp_path: Path, numbers: tuple[int, int | None], kind: str
+    tmp_path: Path, exchanges: tuple[str | None, str | None], kind: str
 ) -> None:
-    for rank, number in enumerate(numbers):
-        if number is not None:
-            reporter = ActivityReporter()
-            reporter.traffic = Traffic(num_operations=number, last_operation="all_reduce")
+    for rank, exchange in enumerate(exchanges):
+        reporter = ActivityReporter()
+        reporter._unfinished = (exchange,) if exchange else ()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reporter, "_update_unfinished", lambda _: None)
             reporter.start(activity_path(tmp_path, rank))
-            reporter.stop()
+        reporter.stop()
     timeout = "gloo: Timed out waiting 15000ms for recv operation to complete"
     failures = [replace(failure(rank, "RuntimeError", 1, timeout), step=17) for rank in (0, 1)]
     found = mutual_wait_failure(failures, folder=tmp_path)
     assert found.kind == kind and has_external_cause(found) == (kind == "connection")
     if kind == "connection":
-        assert found.summary == "all ranks waited for each other in the same all_reduce, for 15 s at step 17"
+        assert found.summary == f"all ranks waited for each other in the same {FOURTH}, for 15 s at step 17"
         assert "to do: check the connection between these ranks" in found.screen
+
+
+def test_a_first_error_that_only_looks_like_a_lost_connection_keeps_its_message() -> None:
+    found = failure(1, "DistBackendError", 1, "NCCL error: Duplicate GPU detected")
+    assert found.summary == "rank 1 failed: DistBackendError: NCCL error: Duplicate GPU detected"

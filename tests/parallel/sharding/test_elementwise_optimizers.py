@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import JobError
 from paceline.parallel.sharding import shardability_check
@@ -90,3 +91,21 @@ def test_exact_mode_tries_every_rule() -> None:
             patch.setattr(shardability_check, "_run_steps", lambda *words: tried.append(1) or run_steps(*words))  # noqa: B023
             shardability_error(optimizer, group, exact=True, dim=0)
         assert tried, kind
+
+
+def test_a_hook_of_all_optimizers_is_tried() -> None:
+    """It may scale each gradient by the norm of a whole tensor."""
+
+    def normalize(optimizer: Optimizer, _: Any, __: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm() + 1e-6)
+
+    optimizer = make_optimizer(torch.optim.SGD, {})
+    (group,) = merge_equal_groups(optimizer)
+    assert shardability_error(optimizer, group, exact=False, dim=0) == ""
+    handle = register_optimizer_step_pre_hook(normalize)
+    try:
+        assert "on the two halves" in shardability_error(optimizer, group, exact=False, dim=0)
+    finally:
+        handle.remove()

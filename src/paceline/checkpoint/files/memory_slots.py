@@ -76,7 +76,7 @@ class MemorySlots:
         return WrittenFile(path=path, entries=entries, buffer=slot.buffer)
 
     def _plan_layout(self, name: str, tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
-        """Return the layout of a file. It is planned again only if a tensor has changed its type or shape."""
+        """Return the layout of a file. It is planned again only if a tensor has changed, apart from its values."""
         fields = [(tensor.name, tensor.dtype, tensor.shape, tensor.at, tensor.whole) for tensor in tensors]
         planned_fields, layout = self._layouts.get(name, (None, None))
         if layout is None or fields != planned_fields:

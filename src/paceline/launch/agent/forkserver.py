@@ -6,7 +6,7 @@ these nor any other restart of an attempt imports torch again.
 
 `ForkserverClient` starts `python -m paceline.launch.agent.forkserver REQUEST.json SUPERVISOR_PID` in a new session. The
 server imports no user code. It has the attempt of this request run, and then one attempt for each further path of a
-request that it reads from its standard input, until the end of the input.
+request that it reads from its standard input. An empty line, or the end of the input, ends the server and its spare.
 
 All write to the server's standard output, which the supervisor reads: `starter 0 PID` when an attempt starts,
 `born RANK PID` when a worker starts, and `gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words
@@ -41,7 +41,7 @@ from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, STA
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.plugins import resolve
 
-_THIS_PROCESS = 0  # instead of a PID, as `os.fork` returns it
+_THIS_PROCESS, _NO_SPARE = 0, -1  # instead of the PID of a spare
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     os.set_inheritable(status_fd, False)
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     worker_main = preload_worker(request["entry"])
-    spare: int | None = None
+    spare = _NO_SPARE
     while True:
         starter = _fork_starter(request, worker_main=worker_main, status_fd=status_fd, run_locks=run_locks)
         _report(f"starter 0 {starter}")
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         request = json.loads(Path(path).read_text(encoding="utf-8"))
         stop_flag.signal = None  # a signal to the ended attempt is no request to stop the next one
         _redirect_errors(Path(request["folder"]) / FORKSERVER_LOG)
-    if spare and _is_child_running(spare):
+    if _is_child_running(spare):
         os.kill(spare, signal.SIGKILL)
         os.waitpid(spare, 0)
     if scratch:
@@ -88,48 +88,51 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _fork_spare(supervisor_pid: int) -> int | None:
+def _fork_spare(supervisor_pid: int) -> int:
     """Fork the process that becomes the server if this one is killed, and return its PID.
 
     In the new process, this function returns `_THIS_PROCESS` once the server has ended. If the supervisor has ended
-    too, the new process exits. Without pidfds, no process is forked.
+    too, the new process exits. Return `_NO_SPARE` if no process can be forked, or without pidfds: a run needs no spare.
     """
-    if not hasattr(os, "pidfd_open"):
-        return None
-    server_fd = os.pidfd_open(os.getpid())
+    handles: list[int] = []
     try:
+        handles += [os.pidfd_open(os.getpid()), os.pidfd_open(supervisor_pid)]
         pid = os.fork()
-        if pid:
-            _report(f"spare 0 {pid}")
-            return pid
+    except (AttributeError, OSError):  # another system, an old kernel, or too many processes
+        pid = _NO_SPARE
+    if pid == _THIS_PROCESS:
         os.setsid()  # the group of the server is killed when it ends
-        with suppress(ProcessLookupError):
-            supervisor_fd = os.pidfd_open(supervisor_pid)
-            poller = select.poll()
-            poller.register(server_fd, select.POLLIN)
-            poller.register(supervisor_fd, select.POLLIN)
-            poller.poll()
-            if supervisor_fd not in dict(poller.poll(0)):
-                os.close(supervisor_fd)
-                return _THIS_PROCESS
+        _wait_for_end(*handles)
+    for handle in handles:
+        os.close(handle)
+    if pid > 0:
+        _report(f"spare 0 {pid}")
+    return pid
+
+
+def _wait_for_end(server_fd: int, supervisor_fd: int) -> None:
+    """Wait until the server has ended. Exit if the supervisor has ended."""
+    poller = select.poll()
+    poller.register(server_fd, select.POLLIN)
+    poller.register(supervisor_fd, select.POLLIN)
+    poller.poll()
+    if supervisor_fd in dict(poller.poll(0)):
         os._exit(0)
-    finally:
-        os.close(server_fd)
 
 
 def _wait_for_adoption() -> None:
-    """Report that this spare is the server now, and wait for the answer. End if the supervisor ends the server."""
+    """Report that this spare is the server now, and wait for the answer. Exit if the supervisor needs no server."""
     _report(f"server 0 {os.getpid()}")
     while (line := sys.stdin.readline().strip()) != ADOPTED:
         if not line:
             os._exit(0)
 
 
-def _is_child_running(pid: int | None) -> bool:
-    if not pid:
+def _is_child_running(spare: int) -> bool:
+    if spare in (_THIS_PROCESS, _NO_SPARE):
         return False
     with suppress(ChildProcessError):
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+        return os.waitpid(spare, os.WNOHANG) == (0, 0)
     return False
 
 

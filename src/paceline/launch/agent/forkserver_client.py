@@ -47,8 +47,9 @@ class ForkserverClient:
         self._inherited_handles = tuple(inherited_handles)
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._spare_pid = 0
+        self._spare_fd = -1  # the pidfd of the spare; -1 if there is none
         self._adopted_fd = -1  # the pidfd of a server that was a spare, which is no child of this process
+        self._end_time: float | None = None  # when the server was first seen to have ended
         self._events: deque[list[str]] = deque()
         self._partial_line = b""
         self.status_fd = -1
@@ -108,10 +109,36 @@ class ForkserverClient:
                 *lines, self._partial_line = (self._partial_line + data).split(b"\n")
                 for event in (line.decode().split() for line in lines):
                     if event[0] == "spare":
-                        self._spare_pid = int(event[2])
+                        self._set_spare(int(event[2]))
                     else:
                         self._events.append(event)
-        return self._events.popleft() if self._events else []
+        if not self._events:
+            self._kill_overdue_spare()
+            return []
+        return self._events.popleft()
+
+    def _set_spare(self, pid: int) -> None:
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        self._spare_fd = -1
+        with suppress(OSError):  # it has ended already
+            self._spare_fd = os.pidfd_open(pid)
+
+    def _kill_overdue_spare(self) -> None:
+        """Kill a spare that does not become the server, for example because it is stopped. The events then end."""
+        if not self._has_server_ended():
+            self._end_time = None
+            return
+        self._end_time = self._end_time or time.monotonic()
+        if time.monotonic() - self._end_time > _SPARE_SECONDS:
+            self._kill_spare()
+
+    def _kill_spare(self) -> None:
+        if self._spare_fd >= 0:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._spare_fd, signal.SIGKILL)
+            os.close(self._spare_fd)
+            self._spare_fd = -1
 
     def adopt(self, pid: int, *, group_seconds: float) -> None:
         """Continue with a spare that has reported itself as the server, once the processes of the old one are gone.
@@ -122,9 +149,8 @@ class ForkserverClient:
         with suppress(EOFError):
             while self.next_event(seconds=0.0):  # events of the old server
                 pass
-        self.pid, self._spare_pid = pid, 0
+        self.pid, self._adopted_fd, self._spare_fd = pid, self._spare_fd, -1
         with suppress(OSError):  # it has ended already
-            self._adopted_fd = os.pidfd_open(pid)
             self._send_line(ADOPTED)
 
     def kill(self, *, wait_seconds: float = 0.0, group_seconds: float = 0.0) -> None:
@@ -138,9 +164,7 @@ class ForkserverClient:
         deadline = time.monotonic() + wait_seconds
         while not self._has_server_ended() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if self._spare_pid and not self._has_server_ended():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self._spare_pid, signal.SIGKILL)
+        self._kill_spare()  # before the server, so that it does not replace it
         self._end_server(group_seconds=group_seconds)
 
     def close(self) -> None:
@@ -155,7 +179,7 @@ class ForkserverClient:
             self.kill(wait_seconds=_EXIT_SECONDS)
             process.stdout.close()
         self._process = None
-        self._spare_pid, self._partial_line = 0, b""
+        self._partial_line = b""
         self._events.clear()
         if self.status_fd >= 0:
             os.close(self.status_fd)
@@ -175,7 +199,7 @@ class ForkserverClient:
         return True
 
     def _has_server_ended(self) -> bool:
-        """Return whether the server has ended. Its status is not taken, so that its PID and group are not reused."""
+        """Return whether the server has ended. A child keeps its status, so that its PID and group are not reused."""
         if self._adopted_fd >= 0:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._adopted_fd, selectors.EVENT_READ)
@@ -188,8 +212,9 @@ class ForkserverClient:
         """Kill the server and its group, and store its exit status. Without a server, do nothing."""
         if self._process is None or (self._adopted_fd < 0 and self._process.returncode is not None):
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._adopted_fd < 0 or not self._has_server_ended():  # else its PID may be another process by now
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         if self._adopted_fd >= 0:
             os.close(self._adopted_fd)
             self._adopted_fd, self.exit_status = -1, None

@@ -101,6 +101,7 @@ class ActivityReporter:
         traffic = self.traffic or Traffic()
         frames = _main_thread_frames()
         self._update_unfinished((frames, traffic.num_operations))
+        unfinished = self._unfinished
         while True:
             activity = Activity(
                 pid=os.getpid(),
@@ -109,12 +110,12 @@ class ActivityReporter:
                 frames=frames,
                 num_operations=traffic.num_operations,
                 last_operation=traffic.last_operation,
-                unfinished=self._unfinished,
+                unfinished=unfinished,
             )
             text = msgspec.json.encode(activity)
             if _HEADER.size + len(text) <= _PAGE_BYTES or not frames:
                 break
-            frames = frames[: len(frames) // 2]
+            frames, unfinished = frames if unfinished else frames[: len(frames) // 2], ()
         os.pwrite(page_fd, _HEADER.pack(len(text), zlib.crc32(text)) + text, 0)
 
     def _update_unfinished(self, position: tuple[tuple[Frame, ...], int]) -> None:
@@ -125,9 +126,10 @@ class ActivityReporter:
         """
         is_same = position == self._position and Stack(frames=position[0]).is_waiting_for_ranks
         self._position, self._num_same_positions = position, self._num_same_positions + 1 if is_same else 0
+        is_due = (self._num_same_positions - 1) % _FLIGHT_RECORDER_INTERVAL == 0
         if not is_same:
             self._unfinished = ()
-        elif self.list_unfinished is not None and self._num_same_positions % _FLIGHT_RECORDER_INTERVAL == 1:
+        elif self.list_unfinished is not None and is_due:
             try:
                 self._unfinished = tuple(self.list_unfinished()[:_MAX_UNFINISHED])
             except Exception:

@@ -28,7 +28,13 @@ from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.hang_watch import HangWatch
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.stack_dumps import Stack, has_signal_handler, process_state, read_crash_stack
+from paceline.launch.failures.stack_dumps import (
+    CRASH_SIGNALS,
+    Stack,
+    has_signal_handler,
+    process_state,
+    read_crash_stack,
+)
 from paceline.launch.failures.stuck_rank import (
     SilentRank,
     find_silent_ranks,
@@ -95,7 +101,8 @@ class Supervisor:
         self._hang_watch: HangWatch | None = None
         self._forkserver_check_time = 0.0
         self._failure_time: float | None = None
-        self._was_killed_from_outside = False
+        self._num_sigkills = 0
+        self._woken_pids: set[int] = set()
         self._initial_oom_kills = oom_kill_count()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
@@ -199,7 +206,7 @@ class Supervisor:
         if not self._attempt.was_killed_by_supervisor:
             self._attempt.failures.append(self._worker_failure(rank, pid_or_status))
             self._failure_time = self._failure_time or time.monotonic()
-            self._was_killed_from_outside |= pid_or_status == -signal.SIGKILL
+            self._num_sigkills += pid_or_status == -signal.SIGKILL
 
     def _worker_failure(self, rank: int, status: int) -> Failure:
         recorded = read_failure(self._attempt.folder, rank, status_fd=self._status_fd)
@@ -211,7 +218,8 @@ class Supervisor:
         if recorded is not None:
             return recorded
         failure = failure_from_status(rank, status=status, step=step, is_oom_kill=is_oom_kill)
-        crash_stack = read_crash_stack(self._attempt.folder / f"rank-{rank}.log") if status < 0 else Stack()
+        log = self._attempt.folder / f"rank-{rank}.log"
+        crash_stack = read_crash_stack(log) if -status in CRASH_SIGNALS else Stack()
         return failure if not crash_stack.user_frames else locate_crash(failure, crash_stack.user_frames[0])
 
     def _current_step(self, rank: int) -> int:
@@ -222,13 +230,14 @@ class Supervisor:
     def _kill_after_failure(self) -> None:
         """Kill the other ranks, which wait for a dead peer, once they have had time to record their own failures.
 
-        No failure of another rank causes a SIGKILL, so it is the first failure, and nothing else needs to be recorded.
+        SIGKILLs seldom follow from another failure, so nothing needs to be recorded if there is nothing else.
         """
         if self._failure_time is None or self._attempt.was_killed_by_supervisor:
             return
         has_timeout = any(is_timeout(failure) for failure in self._attempt.failures)
         record_seconds = _TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS
-        if not self._was_killed_from_outside and time.monotonic() - self._failure_time < record_seconds:
+        was_only_killed = self._num_sigkills == len(self._attempt.failures)
+        if not was_only_killed and time.monotonic() - self._failure_time < record_seconds:
             return
         if has_timeout:  # by now, every rank that timed out has recorded its failure
             folder, pids = self._attempt.folder, self._attempt.pids
@@ -273,7 +282,10 @@ class Supervisor:
         self._forkserver_check_time = now
         stopped_pid = self._stopped_forkserver_pid()
         if stopped_pid and (not pids or any(process_state(pid) in ("Z", "") for pid in pids)):
-            print_line(f"process {stopped_pid}, which starts the ranks, was stopped; Paceline continues it", sys.stderr)
+            if stopped_pid not in self._woken_pids:
+                text = f"process {stopped_pid}, which starts the ranks, was stopped; Paceline continues it"
+                print_line(text, sys.stderr)
+            self._woken_pids.add(stopped_pid)
             with suppress(ProcessLookupError):
                 os.kill(stopped_pid, signal.SIGCONT)
 

@@ -57,6 +57,9 @@ _MAX_SUMMARY_CHARACTERS = 300
 TIMEOUT, DIVERGED, CONNECTION = "timeout", "apart", "connection"  # fixed values of `error` in --json
 _KINDS_IN_WORDS = ("exit", TIMEOUT)  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
+_CLOSED_CONNECTION_TEXTS = (
+    "connection closed", "connection reset", "connection abort", "broken pipe", "pair closure",
+)  # fmt: skip
 _LOST_CONNECTION_TEXTS = (
     "connection closed", "connection reset", "connection abort", "broken pipe", "timed out waiting", "pair closure",
     "recvvalue failed", "socket", "peer", "gloo", "nccl", "could not join the other ranks",
@@ -110,7 +113,7 @@ class Failure:
             return message
         if self.kind in (DIVERGED, CONNECTION):
             return f"{message}{place}"
-        if self.is_lost_connection:
+        if self.is_lost_connection and any(text in message.lower() for text in _CLOSED_CONNECTION_TEXTS):
             return f"rank {self.rank} lost the connection to another rank{place}"
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
         return f"rank {self.rank} failed{place}: {': '.join(parts)}"

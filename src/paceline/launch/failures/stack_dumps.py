@@ -26,6 +26,9 @@ _EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted from the state of the proces
 _DATALOADER_FILE = "/torch/utils/data/dataloader.py"
 CRASH_MARKER = "Fatal Python error: "
 """The start of what `faulthandler` writes into a rank's log if native code crashes."""
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""The signals for which `faulthandler` writes a stack."""
+_CRASH_LINES = ("  File ", "  <", "  ...", "Current thread", "Thread 0x", "Extension modules")
 _COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
 _LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesystem/", "/paceline/faults.py")
 
@@ -115,7 +118,10 @@ def install_crash_handler() -> None:
 
 
 def read_crash_stack(log: Path) -> Stack:
-    """Return the stack that a rank wrote into its log when native code crashed; empty if there is none."""
+    """Return the stack that a rank wrote into its log when native code crashed; empty if the log does not end with one.
+
+    A stack in the middle of the log belongs to a process that the rank has forked.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _MAX_BYTES))
@@ -123,7 +129,13 @@ def read_crash_stack(log: Path) -> Stack:
     except OSError:
         return Stack()
     _, marker, dump = text.rpartition(CRASH_MARKER)
-    return parse_stack(dump.partition("\n")[2]) if marker else Stack()
+    lines = dump.splitlines()[1:]
+    return parse_stack("\n".join(lines)) if marker and all(map(is_crash_line, lines)) else Stack()
+
+
+def is_crash_line(line: str) -> bool:
+    """Return whether a line may belong to a stack that `faulthandler` writes, after its first line."""
+    return not line.strip() or line.startswith(_CRASH_LINES)
 
 
 def parse_stack(text: str) -> Stack:

@@ -148,18 +148,18 @@ def all_silent_failure(silent_ranks: Sequence[SilentRank], *, seconds: float) ->
 def mutual_wait_failure(failures: Sequence[Failure], *, folder: Path) -> Failure:
     """Return the failure of a run in which all ranks waited for each other until one timed out.
 
-    If all of them waited in the same exchange, by their pages in the attempt `folder`, the connection is to blame.
+    If torch's flight recorder has the same unfinished exchange for all of them, in their pages in the attempt `folder`,
+    the connection is to blame.
     """
     activities = [read_rank_activity(folder, failure.rank) for failure in failures]
-    exchanges = {(a.last_operation, a.num_operations) if a is not None else None for a in activities}
-    exchange = exchanges.pop()
-    have_diverged = any(failure.doing for failure in failures)  # fully_shard's own gathers are not in the pages
-    if exchanges or exchange is None or not exchange[0] or have_diverged:
+    exchanges = {activity.unfinished if activity is not None else () for activity in activities}
+    if len(exchanges) > 1 or exchanges == {()}:
         return _divergence_failure(failures)
+    exchange = exchanges.pop()[0]
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     limit = _timeout_limit(waiter.message)
     error = RunError(
-        f"all ranks waited for each other in the same {exchange[0]}{f', for {limit:g} s' if limit else ''}.",
+        f"all ranks waited for each other in the same {exchange}{f', for {limit:g} s' if limit else ''}.",
         cause="a connection that drops or delays data, a firewall, or a GPU operation that never ends",
         hint="check the connection between these ranks, and their GPUs",
     )

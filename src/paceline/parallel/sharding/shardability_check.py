@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import JobError
 from paceline.torch_internals.dispatch_modes import hide_from_modes
+from paceline.torch_internals.private_api import has_global_optimizer_hooks
 
 OPTIMIZER_FIELDS = ("state", "param_groups")
 _SMALL_SHAPE = (7, 5, 3, 2, 2)
@@ -32,6 +33,11 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Optimizers of torch that update each element from its own gradient and state. Subclasses may do something else."""
 _MIN_LR = 1e-3  # a learning rate of 0, which a schedule raises later, would hide all differences
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the rule is known to update each element by itself. Hooks of all optimizers may change that."""
+    return type(optimizer) in ELEMENTWISE and not has_global_optimizer_hooks()
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -51,7 +57,7 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
 
     With `exact`, the results on the two halves must be bitwise equal to the result on the whole tensor.
     """
-    return "" if type(optimizer) in ELEMENTWISE and not exact else _trial_error(optimizer, group, exact=exact, dim=dim)
+    return "" if _is_elementwise(optimizer) and not exact else _trial_error(optimizer, group, exact=exact, dim=dim)
 
 
 def _trial_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
@@ -83,7 +89,7 @@ def refuse_optimizer_combining_parameters(optimizer: Optimizer) -> None:
     Raises:
         JobError: the rule updates a parameter differently if the optimizer has a second one.
     """
-    if type(optimizer) not in ELEMENTWISE:
+    if not _is_elementwise(optimizer):
         _try_two_parameters(optimizer)
 
 
@@ -122,7 +128,7 @@ def refuse_ignored_groups(optimizer: Optimizer) -> None:
     Raises:
         JobError: the optimizer does not update the parameters in its groups.
     """
-    groups = [] if type(optimizer) in ELEMENTWISE else merge_equal_groups(optimizer)
+    groups = [] if _is_elementwise(optimizer) else merge_equal_groups(optimizer)
     for group in groups:
         start, gradients = _make_trial(_trial_shapes(max(p.dim() for p in group["params"]))[0], False)
         try:

@@ -15,7 +15,7 @@ from paceline.console.output import take_dropped_note, write_safely
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import TRACEBACK_MARKER
-from paceline.launch.failures.stack_dumps import CRASH_MARKER
+from paceline.launch.failures.stack_dumps import CRASH_MARKER, is_crash_line
 from paceline.reporting.sinks.jsonl import JsonlSink
 from paceline.run_folder.run_folder import RunFolder
 
@@ -40,6 +40,7 @@ class LogTail:
         self._file: BinaryIO | None = None  # it stays open, so that lines are shown although the folder was moved
         self._partial_line = b""
         self._is_silenced = False  # True after a traceback has begun, which the failure screen shows instead
+        self._is_in_crash = False
         self._note = ""
         self._out = out or sys.stdout
         # With `force_terminal`, FORCE_COLOR can't make rich treat a file as a terminal.
@@ -95,13 +96,15 @@ class LogTail:
             return []
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         texts = [text for line in lines if not _LIBRARY_DIAGNOSTICS.match(text := line.decode(errors="replace"))]
-        starts = [
-            index for index, text in enumerate(texts) if text == TRACEBACK_MARKER or text.startswith(CRASH_MARKER)
-        ]
-        if starts or self._is_silenced:
-            texts = [] if self._is_silenced else texts[: starts[0]]
+        if TRACEBACK_MARKER in texts or self._is_silenced:
+            texts = [] if self._is_silenced else texts[: texts.index(TRACEBACK_MARKER)]
             self._is_silenced, self._partial_line = True, b""
-        return texts
+        return [text for text in texts if not self._is_part_of_crash(text)]
+
+    def _is_part_of_crash(self, text: str) -> bool:
+        """Return whether a line belongs to the stack of a crash in native code, of the rank or of its children."""
+        self._is_in_crash = text.startswith(CRASH_MARKER) or (self._is_in_crash and is_crash_line(text))
+        return self._is_in_crash
 
     def _update_bar(self) -> None:
         beat = read_heartbeat(self._pulse)
