@@ -28,7 +28,7 @@ CRASH_MARKER = "Fatal Python error: "
 """The start of what `faulthandler` writes into a rank's log if native code crashes."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """The signals for which `faulthandler` writes a stack."""
-_CRASH_LINES = ("  File ", "  <", "  ...", "Current thread", "Thread 0x", "Extension modules")
+_CRASH_LINES = ("Stack (", "  File ", "  <", "  ...", "Current thread", "Thread 0x", "Extension modules")
 _COMMUNICATION_FILES = ("/torch/distributed/", "/paceline/comm/process_group.py")
 _LOCAL_FILES = ("/paceline/data/", "/paceline/checkpoint/", "/paceline/filesystem/", "/paceline/faults.py")
 
