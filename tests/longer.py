@@ -6,6 +6,8 @@
 SOAK = [
     "end_to_end/test_automatic_restarts.py::test_a_script_restarts_too",
     "end_to_end/test_automatic_restarts.py::test_a_fork_server_that_is_killed_between_two_attempts_is_replaced",
+    "end_to_end/test_automatic_restarts.py::test_a_spare_that_does_not_answer_is_replaced_by_another_fork_server",
+    "end_to_end/test_lost_run_folder.py::test_a_lost_run_folder_is_reported_at_once_and_ends_the_restarts[moved]",
     "launch/test_consecutive_runs_in_one_script.py::test_a_script_of_several_runs_ends[torchrun]",
     "launch/test_rank_files_under_torchrun.py::test_the_console_of_a_script_stays_as_it_is",
     "end_to_end/test_resized_runs.py::test_a_lost_rank_is_left_out_and_comes_back_with_the_same_weights[ddp]",
