@@ -146,6 +146,7 @@ class ForkserverClient:
         Return after `group_seconds` in any case.
         """
         self._end_server(group_seconds=group_seconds)
+        self._end_time = None  # the spare has answered in time, however long the old processes took to end
         with suppress(EOFError):
             while self.next_event(seconds=0.0):  # events of the old server
                 pass
