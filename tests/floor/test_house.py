@@ -183,22 +183,18 @@ def test_a_command_begins_without_torch_and_numpy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.clock
 def test_help_is_quick_and_needs_neither_torch_nor_numpy() -> None:
+    """A module costs about half a millisecond; Python itself begins with about a hundred."""
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import contextlib, sys\n"
         "from paceline.cli import main\n"
-        "main(['--help'])\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    main(['--help'])\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-        "print(time.perf_counter() - start)\n"
+        "print(len(sys.modules))\n"
     )
-    best = min(
-        float(
-            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1]
-        )
-        for _ in range(3)
-    )
-    assert best < 0.2
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 220
 
 
 def test_public_names_are_few_and_all_there() -> None:

@@ -20,6 +20,7 @@ from paceline.planner.search.layout_simplicity import simplicity_key
 from paceline.planner.search.neighbors import cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
 from tests.planner.random_plans import forecast
+from tests.work_count import count_calls
 
 SMALL = Decoder(layers=4, width=256, mlp_width=1024, heads=4, vocabulary=1000)
 LLAMA_8B = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256)
@@ -191,13 +192,7 @@ def test_differences_name_what_changed_and_what_it_did() -> None:
     assert layout_differences(one, one)[1] == "changed: nothing" and "(+0.0%)" in layout_differences(one, one)[2]
 
 
-@pytest.mark.clock
 def test_a_plan_of_thousands_of_ranks_is_quick() -> None:
-    import time
-
-    forecasts = made(LLAMA_405B, "2048x8xH100-80G", batch=2048)
-    start = time.process_time()
-    found = search(forecasts)
-    seconds = time.process_time() - start
+    found, calls = count_calls(lambda: search(made(LLAMA_405B, "2048x8xH100-80G", batch=2048)))
     assert found.fastest is not None and found.fastest.candidate.ranks == 16384
-    assert found.num_estimates < 5000 and seconds < 3  # under 1 s where nothing else runs: benchmarks/search.py
+    assert found.num_estimates < 5000 and calls < 6_000_000  # the seconds: benchmarks/search.py

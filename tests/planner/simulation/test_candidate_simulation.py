@@ -5,7 +5,6 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 
 import pytest
 
@@ -28,6 +27,7 @@ from paceline.planner.simulation.overlap import Collective, StepPoint
 from paceline.run_folder.plan_file import write_advice
 from paceline.schedule import Costs, build
 from tests.planner.random_plans import forecast, pipeline_timeline
+from tests.work_count import count_calls
 
 HOUR = 3600.0
 SIZES = Decoder(layers=8, width=512, mlp_width=2048, heads=8, vocabulary=1000)
@@ -131,15 +131,12 @@ def test_mfu_counts_the_models_operations_once() -> None:
     assert again.flops == plain.flops and again.seconds["again"] > 0 and again.mfu < plain.mfu
 
 
-@pytest.mark.clock
-def test_thousands_of_ranks_take_seconds() -> None:
+def test_thousands_of_ranks_are_quick() -> None:
     sizes = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
     drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
-    began = process_time()
-    step = simulate_candidate(
-        drawn, candidate=Candidate(pp=16, dp_shard=128, zero=1, tp=8, schedule="interleaved", virtual=7, remat="full")
-    )
-    assert step.ranks == 16_384 and process_time() - began < 4
+    candidate = Candidate(pp=16, dp_shard=128, zero=1, tp=8, schedule="interleaved", virtual=7, remat="full")
+    step, calls = count_calls(lambda: simulate_candidate(drawn, candidate=candidate))
+    assert step.ranks == 16_384 and calls < 600_000, "about a tenth of a second"
 
 
 @pytest.mark.parametrize("step_seconds", [0.7, 11.5, 400.0])
