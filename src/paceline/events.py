@@ -235,6 +235,11 @@ class Sink(Protocol):
         """Close the sink after the last event."""
 
 
+def _sink_name(sink: Sink) -> str:
+    """Return the name by which a user knows a sink: one of Paceline's own has it as `name`."""
+    return str(getattr(sink, "name", type(sink).__name__))
+
+
 class EventBus:
     """The bus that carries events to all sinks. A sink that raises never ends the run, and gets later events too.
 
@@ -273,13 +278,12 @@ class EventBus:
             if failed_kind is not None:
                 return None
             self._failures.append((sink, type(event)))
-            return Note(
-                text=f"{type(sink).__name__} failed, and is tried again with each event: {error}", level="warning"
-            )
+            text = f"writing to {_sink_name(sink)} failed, and is tried again with each event: {error}"
+            return Note(text=text, level="warning")
         if failed_kind is not type(event):  # it has not failed, or may ignore this kind of event
             return None
         self._failures = [failure for failure in self._failures if failure[0] is not sink]
-        return Note(text=f"{type(sink).__name__} works again")
+        return Note(text=f"writing to {_sink_name(sink)} works again")
 
     def close(self) -> None:
         """Close every sink."""

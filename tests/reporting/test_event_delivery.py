@@ -111,7 +111,7 @@ def test_sinks_that_raise_get_one_note_each(broken: int) -> None:
     stream.emit(step(2))
     stream.close()
     assert [type(e).__name__ for e in kept.seen] == ["StepDone", *["Note"] * broken, "StepDone"]
-    text = "Broken failed, and is tried again with each event: no more"
+    text = "writing to Broken failed, and is tried again with each event: no more"
     assert all(e.text == text for e in kept.seen if isinstance(e, Note))
 
 
@@ -127,7 +127,10 @@ def test_a_sink_that_works_again_says_so_once() -> None:
     for number in range(1, 6):
         stream.emit(step(number))
     notes = [e.text for e in kept.seen if isinstance(e, Note)]
-    assert notes == ["Sometimes failed, and is tried again with each event: no space", "Sometimes works again"]
+    assert notes == [
+        "writing to Sometimes failed, and is tried again with each event: no space",
+        "writing to Sometimes works again",
+    ]
     assert [e.step for e in sink.seen if isinstance(e, StepDone)] == [1, 3, 4, 5]
 
 
@@ -163,7 +166,7 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_space(
         6,
     ]
     assert [record["step"] for record in iter_records(run.metrics)] == [1, 2, 3, 4, 5, 6]
-    assert "JsonlSink works again" in [e.text for e in kept.seen if isinstance(e, Note)]
+    assert "writing to events.jsonl and metrics.jsonl works again" in [e.text for e in kept.seen if isinstance(e, Note)]
 
 
 def test_lines_that_are_lost_on_a_full_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Explanation:
             return "no rank hangs"
         return (
             "no rank is named yet: a rank may be silent for 10 s while it reads data, for 30 s until its first step "
-            "ends, and for 60 s in a save or in on_eval"
+            "ends, and for 60 s in a save or in on_eval; a rank that waits for another one is not to blame"
         )
 
     def _follow_up_lines(self) -> list[str]:

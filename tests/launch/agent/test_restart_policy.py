@@ -184,6 +184,7 @@ def test_a_stop_ends_the_run_with_its_attempt_or_in_the_pause_before_the_next_on
     (replace(KILL, step=0), "rank 2 killed by SIGKILL"),
     (replace(KILL, said={"error": "OutOfMemory"}), "rank 2 killed by SIGKILL (out of memory) at step 118"),
     (BUG, "rank 1 failed at step 118: ValueError: bad sample"),
+    (replace(BUG, where="job.py:12"), "rank 1 failed at step 118: ValueError: bad sample (job.py:12)"),
     (replace(BUG, kind="timeout", message="no answer from rank 1: it is stopped"),
      "rank 1 failed at step 118: no answer from rank 1: it is stopped"),
     (replace(KILL, rank=FORKSERVER_RANK), "the process that starts the ranks ended at step 118"),

@@ -63,7 +63,7 @@ def test_a_script_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
     ended = torchrun(shop, "own.py")
     lines = said(ended)
     assert ended.code == 1 and lines.count("[rank1]: ValueError: not today") == 1, ended.text
-    late = "[rank0]: rank 0 stopped at step 3 because rank 1 failed: ValueError: not today"
+    late = f"[rank0]: rank 0 stopped at step 3 because rank 1 failed: ValueError: not today ({shop.path / 'own.py'}:14)"
     assert [line for line in lines if "rank0" in line] in ([late], []), ended.text  # torchrun may end it before
     assert re.fullmatch(r"FAILED\. rank 1, \S+own\.py:\d+, ValueError: not today\n=+", cause(ended)), ended.text
     assert (shop.path / "heard-1").exists()

@@ -116,7 +116,8 @@ class Failure:
         if self.is_lost_connection and any(text in message.lower() for text in _CLOSED_CONNECTION_TEXTS):
             return f"rank {self.rank} lost the connection to another rank{place}"
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
-        return f"rank {self.rank} failed{place}: {': '.join(parts)}"
+        line = f" ({self.where})" if self.where else ""
+        return f"rank {self.rank} failed{place}: {': '.join(parts)}{line}"
 
     @property
     def is_joint(self) -> bool:

@@ -173,6 +173,8 @@ class ConsoleSink:
     It raises an OSError if the console can't be written, so that the run records the loss of output.
     """
 
+    name = "the console"
+
     def __init__(self, write: Callable[[str], object] | None = None, *, is_verbose: bool | None = None) -> None:
         self._write = write or _print_or_raise
         self._is_verbose = bool(os.environ.get(VERBOSE)) if is_verbose is None else is_verbose

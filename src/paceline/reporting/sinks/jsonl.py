@@ -26,6 +26,8 @@ class JsonlSink:
     file then says how many lines are lost.
     """
 
+    name = "events.jsonl and metrics.jsonl"
+
     def __init__(self, run: RunFolder) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
         self._events = _open(run.events)

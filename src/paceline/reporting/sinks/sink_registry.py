@@ -22,6 +22,8 @@ class TensorBoardSink:
     earlier attempts that it repeats, so that two curves never overlap.
     """
 
+    name = "TensorBoard"
+
     def __init__(self, run: RunFolder) -> None:
         self._writer_class: Any = resolve("torch.utils.tensorboard:SummaryWriter")
         self._summary_class: Any = resolve("tensorboard.compat.proto.summary_pb2:Summary")
@@ -53,6 +55,8 @@ class TensorBoardSink:
 
 class WandbSink:
     """A sink for Weights & Biases scalars; the name of the run folder is the id. A repeated step keeps its old numbers."""
+
+    name = "Weights & Biases"
 
     def __init__(self, run: RunFolder) -> None:
         self._run: Any = resolve("wandb:init")(
