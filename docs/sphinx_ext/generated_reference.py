@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from paceline.commands.command_table import VERBS
-from paceline.commands.help_page import EXAMPLES, help_page
+from paceline.commands.common.help_page import EXAMPLES, help_page
 from paceline.config.merge_settings import default_value, known_settings, range_text
 from paceline.config.settings import Settings
 

@@ -32,6 +32,8 @@ Start with `cli.py`.
 - `launch/`: Process launch: starts ranks, or joins ranks that torchrun, mpirun or srun started.
 - `measured_planning/`: Plan by measurement on this machine: profile the user's job, replay layouts, and time the
   finalists.
+- `nodes/`: The machines (nodes) of a run: how their processes meet, what each says of itself, and the links between
+  them.
 - `parallel/`: Parallelize a model: by data, sharding, tensors, context, experts and pipeline stages, and with
   checkpointing.
 - `planner/`: Plan a training without a device: forecast memory and step time, search layouts and advise, from a model

@@ -30,6 +30,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   compare JOB --layouts A B   layouts of a job side by side: time, memory, bytes sent, losses
   report [RUN]        write a run's page
   why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
+  doctor [JOB]        check this machine, or all nodes before a run: --nodes 3:host1
   ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 
@@ -150,7 +151,7 @@ def _run_verb(arguments: list[str]) -> int:
     row = VERBS[verb]
     option_class = row.option_class()
     if {"-h", "--help"} & set(verb_arguments):
-        from paceline.commands.help_page import help_page
+        from paceline.commands.common.help_page import help_page
 
         print_line(help_page(verb, option_class, takes_settings=row.takes_settings))
         return int(ExitCode.DONE)

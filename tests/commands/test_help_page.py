@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cli import main, split_settings
 from paceline.commands.command_table import VERBS
-from paceline.commands.help_page import EXAMPLES, SETTINGS, help_page
+from paceline.commands.common.help_page import EXAMPLES, SETTINGS, help_page
 from paceline.config.merge_settings import known_settings
 
 

@@ -10,9 +10,9 @@ Start with `command_table.py`.
 - `compare_layouts.py`: `compare JOB --layouts A B C`: trains the job in each layout, on the same samples in the same
   microbatches.
 - `config.py`: The `config` verb: prints every setting of a job, its value, and where the value comes from.
+- `doctor.py`: The `doctor` verb: checks this machine, or all nodes of a run and the links between them, before a
+  training.
 - `evaluate.py`: The `evaluate` verb: computes the exact metrics of a checkpoint.
-- `help_page.py`: The page that `paceline VERB --help` prints: usage, an example, options in four groups, and common
-  settings.
 - `new.py`: The `new` verb: writes an example job.
 - `plan.py`: The `plan` verb: finds the layouts of a job that fit a cluster, and predicts their memory and time.
 - `python_functions.py`: The verbs as functions: `pl.train`, `pl.verify`, `pl.plan` and the others.

@@ -154,6 +154,27 @@ class WhyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check this machine, or all nodes of a run and the links between them, before a training."""
+
+    job: _OptionalPositional = None
+    """A job, as job.py: its code is compared between the nodes."""
+    nodes: str | None = None
+    """N:HOST or N:HOST:PORT: the number of nodes, and the host of node 0. Type the same line on every node. Under
+    `srun --ntasks-per-node=1`, the step says it."""
+    node: int | None = None
+    """The number of this node; default: from Slurm, torchrun or Kubernetes, else in the order of arrival."""
+    run_dir: str = "runs"
+    """The folder of the runs, which all nodes should share."""
+    data: tuple[str, ...] = ()
+    """Folders or files of data; their names and sizes are compared."""
+    wait: float = 30.0
+    """Seconds to wait for the other nodes."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Compare runs side by side, or layouts of one job."""
 
@@ -219,6 +240,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
     "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
     "why": Verb(options=WhyOptions, run="paceline.commands.why:run_verb"),
+    "doctor": Verb(options=DoctorOptions, run="paceline.commands.doctor:run_verb"),
     "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:run_verb"),
     "config": Verb(options=ConfigOptions, run="paceline.commands.config:run_verb", takes_settings=True),
 }

@@ -7,6 +7,8 @@ Start with `execution.py`.
   sinks.
 - `execution.py`: The steps of verbs that start processes: build the task, choose the run folder, run the ranks, return
   the result.
+- `help_page.py`: The page that `paceline VERB --help` prints: usage, an example, options in four groups, and common
+  settings.
 - `hf_config_as_job.py`: A Hugging Face config used as a job, for the verbs that need no data: `plan` and `simulate`.
 - `layout_problems.py`: The conflicts of a layout with the number of ranks and the settings, and the numbers of ranks
   that a run may have.

@@ -19,6 +19,7 @@ EXAMPLES = {
     "compare": "paceline compare job.py --layouts single ddp --ranks 2",
     "report": "paceline report runs/job/NAME",
     "why": "paceline why runs/job/NAME",
+    "doctor": "paceline doctor job.py --nodes 3:host1 --run-dir /shared/runs",
     "ckpt": "paceline ckpt ls runs/job/NAME",
     "config": "paceline config job.py --train.precision bf16",
 }

@@ -1,0 +1,19 @@
+"""The machines (nodes) of a run: how their processes meet, what each says of itself, and the links between them.
+
+Start with `examination.py`.
+
+- `examination.py`: The examination of machines before a training: all nodes meet, and node 0 says what is wrong.
+- `fact_findings.py`: Judgement of the facts of machines: what each one lacks, and what differs between them.
+- `finding.py`: Findings: what is wrong with a machine or a link, and what to do.
+- `line_channel.py`: A connection between two nodes that carries JSON values, one in each line.
+- `link_findings.py`: Judgement of the links between nodes: one finding for a node that no other one reaches, else one
+  for each pair.
+- `link_test.py`: The test of a link between two nodes: a connection to a port that the kernel chose, pings, and a
+  stream.
+- `machine_facts.py`: The facts of a machine before a training, by which the machines of a run are compared.
+- `network_interfaces.py`: The network interfaces of this machine, asked from the kernel.
+- `node_meeting.py`: The meeting of nodes: the head listens, the others connect, and each gets a number.
+- `node_place.py`: The place of this process among the nodes: how many there are, which one this is, and where they
+  meet.
+- `slurm_hosts.py`: The host names of a Slurm step, from Slurm's own short form, such as `node[1-3,07],login`.
+"""

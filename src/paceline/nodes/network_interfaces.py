@@ -1,0 +1,68 @@
+"""The network interfaces of this machine, asked from the kernel.
+
+`/sys/class/net` is not read, because inside a network namespace it may show the interfaces of another one.
+"""
+
+import fcntl
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+_GET_ADDRESS, _GET_MTU = 0x8915, 0x8921  # SIOCGIFADDR and SIOCGIFMTU
+_ANY_PORT = 9  # connecting a datagram socket sends nothing
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """A network interface with an IPv4 address; `mtu` is the size in bytes of its largest packet, 0 if unknown."""
+
+    name: str
+    address: str
+    mtu: int
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the interfaces of this machine that have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                address = socket.inet_ntoa(_ask(probe, _GET_ADDRESS, name)[20:24])
+                found.append(Interface(name=name, address=address, mtu=_mtu(probe, name)))
+    return found
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's own address on the route to a host; empty if the host is unknown or has no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, _ANY_PORT))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def resolve_host(name: str) -> str:
+    """Return the IPv4 address of a host name; empty if it has none."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def is_own_address(address: str, interfaces: Sequence[Interface]) -> bool:
+    """Return whether an address belongs to this machine."""
+    return address.startswith("127.") or any(interface.address == address for interface in interfaces)
+
+
+def _mtu(probe: socket.socket, name: str) -> int:
+    try:
+        return int(struct.unpack_from("i", _ask(probe, _GET_MTU, name), 16)[0])
+    except OSError:
+        return 0
+
+
+def _ask(probe: socket.socket, request: int, name: str) -> bytes:
+    return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))
