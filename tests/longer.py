@@ -230,6 +230,7 @@ SOAK = [
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[another version of torch]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[few open files]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[its own name is nothing]",
+    "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[the head's own name is 127.0.1.1]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[other data]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[the loopback interface]",
     "nodes/test_doctor_finds_planted_troubles.py::test_without_a_number_they_are_numbered_as_they_come",

@@ -100,10 +100,24 @@ def set_mtu(nodes: NetworkNodes, size: int) -> None:
     nodes.run_inside(1, "ip", "link", "set", "eth0", "mtu", str(size))
 
 
+def large_packets(nodes: NetworkNodes) -> None:
+    """Let nodes 0 and 1 send packets of 9000 bytes, which the port of node 1 at the switch drops."""
+    for node in (0, 1, 2):
+        nodes.run_inside(node, "ip", "link", "set", "eth0", "mtu", "9000")
+    for node in (0, 2):
+        ip("-n", nodes.bridge, "link", "set", f"port{node}", "mtu", "9000")
+
+
+def small_packets(nodes: NetworkNodes) -> None:
+    for node in (0, 1, 2):
+        nodes.run_inside(node, "ip", "link", "set", "eth0", "mtu", "1500")
+        ip("-n", nodes.bridge, "link", "set", f"port{node}", "mtu", "1500")
+
+
 HOSTS = f"127.0.0.1 localhost\n{NETWORK}.1 node0\n"
 PLANTS = {
     "another version of torch": Plant(
-        says=r"torch differs: .*2\.12\.1 on node 1", start={"environ": {"PYTHONPATH": "old"}}, blamed=("node1",)
+        says=r"torch differs: .*2\.12\.1 on node 1", start={"environ": {"PYTHONPATH": "old"}}, blamed=()
     ),
     "another job file": Plant(says=r"job\.py differs: \w+ on nodes 0, 2, \w+ on node 1", options=["changed/job.py"]),
     "other data": Plant(
@@ -117,13 +131,17 @@ PLANTS = {
         r"export GLOO_SOCKET_IFNAME=eth0",
         start={"hosts": f"{HOSTS}127.0.1.1 node1\n"}, blamed=("node1",),
     ),
+    "the head's own name is 127.0.1.1": Plant(
+        says=r"node 0 \(node0\): its own name resolves to 127\.0\.1\.1.*export GLOO_SOCKET_IFNAME=eth0", node=0,
+        start={"hosts": f"127.0.0.1 localhost\n127.0.1.1 node0\n{NETWORK}.2 node1\n{NETWORK}.3 node2\n"}, blamed=(),
+    ),
     "its own name is nothing": Plant(says=r"node 1 \(node1\): its own name resolves to nothing", start={"hosts": HOSTS}),
     "an interface that is not there": Plant(
-        says=r"node 1 \(node1\): GLOO_SOCKET_IFNAME=eth7, but it has lo, eth0",
+        says=r"node 1 \(node1\): GLOO_SOCKET_IFNAME=eth7, but there is only lo, eth0",
         start={"environ": {"GLOO_SOCKET_IFNAME": "eth7"}},
     ),
     "the loopback interface": Plant(
-        says=r"GLOO_SOCKET_IFNAME=lo, but the way to node 0 is eth0", start={"environ": {"GLOO_SOCKET_IFNAME": "lo"}}
+        says=r"GLOO_SOCKET_IFNAME=lo, but no other node reaches that interface", start={"environ": {"GLOO_SOCKET_IFNAME": "lo"}}
     ),
     "NCCL's spelling": Plant(
         says=r"GLOO_SOCKET_IFNAME=\^docker0, but gloo takes only names",
@@ -134,7 +152,7 @@ PLANTS = {
         start={"setup": "mount -t tmpfs own runs"}, blamed=("node1",),
     ),
     "a run folder that is read-only": Plant(
-        says=r"node 1 \(node1\): the run folder can't be written: Read-only file system",
+        says=r"node 1 \(node1\): the run folder \(runs\) can't be written: Read-only file system",
         start={"setup": "mount --bind runs runs; mount -o remount,ro,bind runs"},
     ),
     "a full disk that all share": Plant(
@@ -159,6 +177,10 @@ PLANTS = {
     "another MTU": Plant(
         says=r"MTU differs: 1500 on nodes 0, 2, 9000 on node 1",
         before=lambda nodes: set_mtu(nodes, 9000), after=lambda nodes: set_mtu(nodes, 1500),
+    ),
+    "a switch with smaller packets": Plant(
+        says=r"node 1 \(node1\) is connected, but only small messages arrive.*lower the MTU", before=large_packets,
+        after=small_packets,
     ),
     "a slow link": Plant(
         says=r"all links of node 1 \(node1\): slow: [\d.]+ MiB/s", before=lambda nodes: nodes.slow(1, "20mbit"),
@@ -253,7 +275,7 @@ def test_a_stranger_at_the_port_of_the_head_is_named(tmp_path: Path) -> None:
             [*command, "--node", "1"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
             env=dict(os.environ),
         )  # fmt: skip
-        assert ended.returncode == 3 and "is no Paceline command" in ended.stderr, ended.stderr
+        assert ended.returncode == 3 and "another program than paceline answers" in ended.stderr, ended.stderr
         head = subprocess.run(
             [*command, "--node", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
         )

@@ -3,27 +3,30 @@
 import json
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from paceline.errors import MachineError
-from paceline.nodes.examination import Examination, examine_nodes, take_part
+from paceline.errors import MachineError, UsageError
+from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
+from paceline.nodes.finding import Finding
 from paceline.nodes.link_test import LinkServer, try_link
-from paceline.nodes.machine_facts import read_machine_facts
-from paceline.nodes.node_meeting import listen_as_head
+from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.conftest import Shop
+from tests.nodes.test_fact_findings import machine
+
+LOOPBACK = {"address": "127.0.0.1"}
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def facts(folder: Path) -> Any:
-    return read_machine_facts(head_host="127.0.0.1", run_folder=folder, code={}, data={})
 
 
 class Nodes:
@@ -34,19 +37,22 @@ class Nodes:
         self.place = NodePlace(num_nodes=num_nodes, head_host="127.0.0.1", port=free_port(), node=None)
         self.ends: list[Any] = []
         self.lines: list[str] = []
+        self.threads: list[threading.Thread] = []
         listener = listen_as_head(self.place)
         assert listener is not None
-        self.listener = listener
-        self.threads: list[threading.Thread] = []
+        self.reception = Reception(listener, self.place)
 
-    def join(self, node: int | None = None, *, num_nodes: int | None = None) -> None:
-        place = NodePlace(
-            num_nodes=num_nodes or self.place.num_nodes, head_host="127.0.0.1", port=self.place.port, node=node
-        )
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.place.port
+
+    def join(self, node: int | None = None, *, num_nodes: int | None = None, **changed: Any) -> None:
+        own = replace(self.place, num_nodes=num_nodes or self.place.num_nodes, node=node)
+        facts = machine(node or 1, **{**LOOPBACK, **changed})
 
         def run() -> None:
             try:
-                self.ends.append(take_part(place, facts(self.folder), run_folder=self.folder, wait_seconds=5))
+                self.ends.append(take_part(own, read_facts=lambda: facts, run_folder=self.folder, wait_seconds=5))
             except MachineError as error:
                 self.ends.append(error)
 
@@ -56,87 +62,195 @@ class Nodes:
     def examine(self, *, wait_seconds: float = 10) -> Examination:
         try:
             return examine_nodes(
-                self.listener, self.place, facts(self.folder), run_folder=self.folder, wait_seconds=wait_seconds,
+                self.reception, machine(0, **LOOPBACK), run_folder=self.folder, wait_seconds=wait_seconds,
                 report=self.lines.append,
             )  # fmt: skip
         finally:
+            self.reception.close()
             for thread in self.threads:
                 thread.join()
 
 
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path, 2)
+    yield nodes
+    nodes.reception.close()
+
+
+def said(found: Examination) -> list[str]:
+    return [finding.what for finding in found.findings]
+
+
+def hello(node: int | None = 1, **changed: Any) -> bytes:
+    message = {"protocol": "paceline-nodes-1", "num_nodes": 2, "node": node, "host": "fake", **changed}
+    return json.dumps(message).encode() + b"\n"
+
+
 def test_sound_nodes_meet_and_end_alike(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 3)
+    nodes = Nodes(tmp_path / "runs", 3)
     nodes.join()
     nodes.join(2)
     found = nodes.examine()
-    assert found.findings == () and found.exit_code == 0 and sorted(found.facts) == [0, 1, 2]
+    assert said(found) == [] and found.exit_code == 0 and sorted(found.facts) == [0, 1, 2]
     assert len(found.links) == 6 and all(link.result.bytes_per_second > 1e6 for link in found.links)
-    assert nodes.ends == [(0, "nothing is wrong")] * 2
+    ends = sorted(nodes.ends, key=lambda end: end["node"])
+    assert ends == [{"node": node, "exit_code": 0, "text": "nothing is wrong"} for node in (1, 2)]
+    assert not (tmp_path / "runs").exists(), "the run folder was created for the check only"
 
 
-def test_strangers_are_ignored_and_who_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_clock_that_is_off_is_measured_over_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(tmp_path, 3)
-    address = ("127.0.0.1", nodes.place.port)
-    with socket.create_connection(address) as http, socket.create_connection(address) as silent:
-        http.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        silent.close()
-        nodes.join(1)
-        found = nodes.examine(wait_seconds=3)
-    (finding,) = found.findings
-    assert finding.what == "node 2 did not come within 3 s" and found.exit_code == 3
-    assert nodes.ends == [(3, "node 0 found a problem")]
+    read_time, ahead = time.time, set[int]()
 
+    def shifted() -> float:
+        return read_time() + (7.0 if threading.get_ident() in ahead else 0.0)
 
-def test_while_it_waits_it_says_who_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.nodes.node_meeting._REPORT_SECONDS", 0.2)
-    nodes = Nodes(tmp_path, 2)
-    nodes.examine(wait_seconds=1)
-    assert nodes.lines and nodes.lines[0].startswith("1 of 2 nodes are here: ")
-
-
-def test_a_number_that_comes_twice_and_another_number_of_nodes_are_named(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 3)
+    monkeypatch.setattr("paceline.nodes.examination.time.time", shifted)
     nodes.join(1)
-    nodes.join(1)
-    nodes.join(2, num_nodes=4)
-    found = nodes.examine(wait_seconds=3)
-    said = " | ".join(finding.what for finding in found.findings)
-    assert "node number 1 came twice" in said and "expects 4 nodes, and the head 3" in said
-    assert "node 2 did not come" in said and [end[0] for end in nodes.ends] == [3, 3, 3]
-
-
-def test_a_member_that_leaves_in_the_middle_is_named(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2)
-
-    def leave() -> None:
-        hello = {"protocol": "paceline-nodes-1", "num_nodes": 2, "node": 1}
-        with socket.create_connection(("127.0.0.1", nodes.place.port)) as connection:
-            own = json.loads(json.dumps(facts_as_json(tmp_path)))
-            connection.sendall(json.dumps({**hello, "facts": own}).encode() + b"\n")
-            connection.recv(100)
-
-    thread = threading.Thread(target=leave)
-    thread.start()
+    nodes.join(2)
+    ahead.add(nodes.threads[0].ident or 0)
     found = nodes.examine()
+    (what,) = said(found)
+    assert what.startswith("node 1 (host1): the clock is +7.0 s off")
+
+
+def test_strangers_do_not_hold_up_the_others_and_who_is_missing_is_named(tmp_path: Path) -> None:
+    """One says nothing, one drips bytes, and three send something else."""
+    nodes = Nodes(tmp_path, 3)
+    strangers = [socket.create_connection(nodes.address) for _ in range(5)]
+    lines = [b"", b"[", b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000 + b"\n", hello(num_nodes=3, host="\x1b[31m")]
+    for stranger, line in zip(strangers, lines, strict=True):
+        stranger.sendall(line)
+    nodes.join(1)
+    start_time = time.monotonic()
+    found = nodes.examine(wait_seconds=2)
+    assert time.monotonic() - start_time < 20 and sorted(found.facts) == [0, 1]
+    assert said(found) == ["node 2 did not come within 2 s"] and found.exit_code == 3
+    assert nodes.ends == [{"node": 1, "exit_code": 3, "text": "node 0 found a problem"}]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_while_it_waits_it_says_who_is_here(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.nodes.node_meeting._REPORT_SECONDS", 0.2)
+    two.examine(wait_seconds=1)
+    assert two.lines and two.lines[0] == "1 of 2 nodes are here: the head"
+
+
+@pytest.mark.parametrize(("message", "says"), [
+    ({"node": 0}, "node number 0 came twice: from the head and from fake"),
+    ({"node": 9}, "fake says that it is node 9, and there are nodes 0 to 1"),
+    ({"num_nodes": 4}, "fake expects 4 nodes, and the head 2"),
+    ({"protocol": "paceline-nodes-9"}, "fake has another version of Paceline"),
+])  # fmt: skip
+def test_a_node_that_does_not_belong_here_is_sent_away_and_named(
+    two: Nodes, message: dict[str, Any], says: str
+) -> None:
+    with socket.create_connection(two.address) as connection:
+        connection.sendall(hello(**message))
+        answer = json.loads(connection.recv(1000))
+    assert answer == {"do": "end", "node": None, "exit_code": 3, "text": says}
+    assert said(two.examine(wait_seconds=0.1)) == [says]
+
+
+def test_a_node_that_starts_again_during_the_wait_takes_its_own_seat(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    for _ in range(2):
+        with socket.create_connection(nodes.address) as connection:
+            connection.sendall(hello(1, num_nodes=3))
+            assert b"welcome" in connection.recv(1000)
+    nodes.join(1)
+    nodes.join(2)
+    found = nodes.examine()
+    assert said(found) == [] and [end["exit_code"] for end in nodes.ends] == [0, 0]
+
+
+def test_a_node_too_many_is_told_so(two: Nodes) -> None:
+    two.join(1)
+    deadline = time.monotonic() + 10
+    while not two.reception._arrivals and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with socket.create_connection(two.address) as connection:
+        connection.sendall(hello(None))
+        assert json.loads(connection.recv(1000))["text"] == "all nodes are here already"
+    assert said(two.examine()) == []
+
+
+def answers(connection: socket.socket, num_answers: int) -> None:
+    """Be a member that answers some requests, and then leaves."""
+    stream = connection.makefile("rw")
+    for _ in range(num_answers):
+        request = json.loads(stream.readline())
+        if request["do"] == "facts":
+            stream.write('"facts follow"\n' + json.dumps(msgspec.to_builtins(machine(1, **LOOPBACK))) + "\n")
+        elif request["do"] == "clock":
+            stream.write(f"{time.time()}\n")
+        elif request["do"] == "serve":
+            stream.write('["127.0.0.1", 1]\n')
+        stream.flush()
+
+
+@pytest.mark.parametrize("num_answers", [0, 1, 3, 7])
+def test_a_member_that_leaves_at_any_point_is_one_finding(two: Nodes, num_answers: int) -> None:
+    def be_member() -> None:
+        with socket.create_connection(two.address) as connection:
+            connection.sendall(hello())
+            assert b"welcome" in connection.recv(1000)
+            answers(connection, num_answers)
+
+    thread = threading.Thread(target=be_member)
+    thread.start()
+    (what,) = said(two.examine())
     thread.join()
-    assert any("came, but then left" in finding.what for finding in found.findings), found.findings
+    assert what.startswith("node 1 (fake) came, but then left: ")
 
 
-def facts_as_json(folder: Path) -> Any:
-    import msgspec
+def test_a_member_that_answers_nonsense_ends_nothing(two: Nodes) -> None:
+    def be_member() -> None:
+        with socket.create_connection(two.address) as connection:
+            connection.sendall(hello())
+            stream = connection.makefile("rw")
+            stream.readline()
+            stream.write('"facts follow"\n{"host": 1}\n')
+            stream.flush()
+            stream.readline()
 
-    return msgspec.to_builtins(facts(folder))
+    thread = threading.Thread(target=be_member)
+    thread.start()
+    (what,) = said(two.examine())
+    thread.join()
+    assert "only small messages arrive" in what
+
+
+def test_a_head_that_ends_is_an_error_of_the_member(two: Nodes) -> None:
+    two.join(1)
+    while not two.reception._arrivals:
+        time.sleep(0.01)
+    two.reception._arrivals[0].channel.close()
+    two.threads[0].join()
+    (error,) = two.ends
+    assert (
+        isinstance(error, MachineError) and error.what == "the connection to node 0 ended: the connection was closed."
+    )
 
 
 def test_a_head_that_is_not_there_is_an_error_with_the_line_to_type(tmp_path: Path) -> None:
     place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=free_port(), node=1)
     with pytest.raises(MachineError) as caught:
-        take_part(place, facts(tmp_path), run_folder=tmp_path, wait_seconds=0.3)
+        take_part(place, read_facts=machine, run_folder=tmp_path, wait_seconds=0.3)
     assert "can't be reached: Connection refused" in caught.value.what and "nc -vz 127.0.0.1" in caught.value.hint
     place = NodePlace(num_nodes=2, head_host="no-such-host.invalid", port=1, node=1)
     with pytest.raises(MachineError) as caught:
-        take_part(place, facts(tmp_path), run_folder=tmp_path, wait_seconds=0.3)
+        take_part(place, read_facts=machine, run_folder=tmp_path, wait_seconds=0.3)
     assert caught.value.what == "the host no-such-host.invalid has no address."
+
+
+def test_node_0_must_be_the_machine_where_they_meet() -> None:
+    place = NodePlace(num_nodes=2, head_host="192.0.2.1", port=1, node=0)
+    with pytest.raises(UsageError) as caught:
+        listen_as_head(place)
+    assert caught.value.what == "this is node 0, but 192.0.2.1 (192.0.2.1) is another machine."
 
 
 def test_a_link_is_measured_and_a_closed_port_is_refused() -> None:
@@ -147,11 +261,40 @@ def test_a_link_is_measured_and_a_closed_port_is_refused() -> None:
     assert "refused" in try_link(server.address, stream_seconds=0.02).problem
 
 
+def test_a_link_on_which_nothing_comes_back_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.nodes.link_test._TIMEOUT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = try_link(silent.getsockname(), stream_seconds=0.02)
+    assert result.problem.startswith("connected, then nothing")
+
+
+def test_a_run_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = examine_machine(machine(0), run_folder=tmp_path / "file" / "runs").findings
+    assert "can't be written: Not a directory" in finding.what
+
+
+@pytest.mark.parametrize(("blamed", "num_nodes", "hosts"), [
+    ([(1,)], 3, ["host1"]), ([(1,), (2,)], 5, ["host1", "host2"]), ([(1,), (2,)], 3, []), ([(0,)], 3, []), ([(1,)], 2, []),
+    ([()], 3, []),
+])  # fmt: skip
+def test_less_than_half_of_the_nodes_and_never_the_head_are_excluded(
+    blamed: list[tuple[int, ...]], num_nodes: int, hosts: list[str]
+) -> None:
+    findings = tuple(Finding(what="", hint="", nodes=nodes) for nodes in blamed)
+    facts = {node: machine(node) for node in range(num_nodes)}
+    found = Examination(facts=facts, findings=findings, num_nodes=num_nodes)
+    assert found.excluded_hosts == hosts
+    notes = tuple(Finding(what="", hint="", nodes=nodes, is_note=True) for nodes in blamed)
+    assert Examination(facts=facts, findings=notes, num_nodes=num_nodes).exit_code == 0
+
+
 def test_one_machine_alone(shop: Shop) -> None:
     ended = shop.run("doctor", "job.py")
-    assert ended.code == 0 and "nothing is wrong with this machine" in ended.out and "torch 2" in ended.out, ended.text
+    assert ended.out.startswith("this machine: ") and ended.code == (3 if "WRONG" in ended.out else 0), ended.text
+    assert not (shop.path / "runs").exists()
     found = shop.run("doctor", "--json").json()
-    assert found["ok"] and found["num_nodes"] == 1 and found["nodes"]["0"]["cores"] >= 1
+    assert found["num_nodes"] == 1 and found["nodes"]["0"]["cores"] >= 1 and found["exclude"] == []
     missing = shop.run("doctor", "nowhere.py")
     assert missing.code == 2 and "nowhere.py does not exist" in missing.err, missing.text
 

@@ -31,6 +31,15 @@ def test_a_node_that_nobody_reaches_is_one_finding() -> None:
     assert told(slow) == ["all links of node 1 (host1): slow: 2.0 MiB/s, ping 0.1 ms"]
 
 
+def test_two_bad_nodes_are_two_findings_and_so_is_a_node_that_reaches_nobody() -> None:
+    hosts = {node: f"host{node}" for node in range(5)}
+    pairs = [(source, target) for source in hosts for target in hosts if source != target]
+    walls = [MeasuredLink(source=s, target=t, result=DEAD if t in (1, 2) else GOOD) for s, t in pairs]
+    assert [finding.nodes for finding in judge_links(walls, hosts)] == [(1,), (2,)]
+    mute = [MeasuredLink(source=s, target=t, result=DEAD if s == 3 else GOOD) for s, t in pairs]
+    assert [finding.nodes for finding in judge_links(mute, hosts)] == [(3,)]
+
+
 def test_a_pair_is_one_finding_and_nobody_is_blamed() -> None:
     (finding,) = judge_links(links({(0, 1): DEAD, (1, 0): DEAD}), HOSTS)
     assert finding.what == "between node 0 (host0) and node 1 (host1): no answer to a connection"

@@ -31,7 +31,7 @@ def test_options_say_where_the_nodes_meet() -> None:
 
 
 @pytest.mark.parametrize(("environ", "node"), [
-    ({"SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "PET_NODE_RANK": "2"}, 1),
+    ({**STEP, "PET_NODE_RANK": "2"}, 1),
     ({"SLURM_NODEID": "1"}, None),  # a batch script: no task of srun
     ({"PET_NODE_RANK": "2"}, 2),
     ({"JOB_COMPLETION_INDEX": "1"}, 1),
@@ -48,8 +48,9 @@ def test_a_step_of_slurm_needs_no_options_and_its_first_node_is_the_head() -> No
     place = node_place(None, None, STEP)
     assert place is not None and (place.num_nodes, place.head_host, place.node) == (2, "gpu2", 1)
     assert not place.is_extra_task
-    second = node_place(None, None, {**STEP, "SLURM_LOCALID": "3"})
-    assert second is not None and second.is_extra_task
+    for nodes in (None, "2:gpu2"):
+        second = node_place(nodes, None, {**STEP, "SLURM_LOCALID": "3"})
+        assert second is not None and second.is_extra_task
     other = node_place(None, None, {**STEP, "SLURM_STEP_ID": "1"})
     assert other is not None and other.port != place.port
     assert node_place(None, None, {**STEP, "SLURM_STEP_NODELIST": "gpu2"}) is None, "one node: this machine"
@@ -62,7 +63,9 @@ def test_a_step_of_slurm_needs_no_options_and_its_first_node_is_the_head() -> No
     ("0:host1", None, {}, "at least one node"),
     ("2:host1:99999", None, {}, "the port is 1 to 65535"),
     ("2:host1", 2, {}, "has the number 2, but there are 2 nodes"),
+    ("2:[fd77::1]", None, {}, "can't be read"),
     (None, 1, {}, "--node needs --nodes"),
+    (None, 1, STEP, "--node needs --nodes"),
     (None, None, {**STEP, "SLURM_NODEID": "x"}, "srun set variables that can't be read"),
 ])  # fmt: skip
 def test_what_can_not_be_read_is_refused(

@@ -163,7 +163,7 @@ class DoctorOptions:
     """N:HOST or N:HOST:PORT: the number of nodes, and the host of node 0. Type the same line on every node. Under
     `srun --ntasks-per-node=1`, the step says it."""
     node: int | None = None
-    """The number of this node; default: from Slurm, torchrun or Kubernetes, else in the order of arrival."""
+    """The number of this node; default: from Slurm, Kubeflow or Kubernetes, else in the order of arrival."""
     run_dir: str = "runs"
     """The folder of the runs, which all nodes should share."""
     data: tuple[str, ...] = ()

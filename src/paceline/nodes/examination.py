@@ -1,11 +1,9 @@
 """The examination of machines before a training: all nodes meet, and node 0 says what is wrong.
 
-The head asks each member, one request at a time: for its clock, to open a link server, to test links, to look for a
-file, and to end. Links are tested in rounds of disjoint pairs, so that no stream slows another one down.
+The head asks the members for their facts, for their clock, to open a link server, to test links, to look for a file,
+and to end. Links are tested in rounds of disjoint pairs, so that no stream slows another one down.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,20 +14,22 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, MachineError
 from paceline.nodes.fact_findings import judge_facts
-from paceline.nodes.finding import Finding
+from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
-from paceline.nodes.link_test import LinkServer, link_result, try_link
+from paceline.nodes.link_test import LinkResult, LinkServer, try_link
 from paceline.nodes.machine_facts import MachineFacts
-from paceline.nodes.node_meeting import Meeting, end_member, gather_nodes, join_head, lost_head
+from paceline.nodes.node_meeting import Arrival, Reception, end_member, join_head
 from paceline.nodes.node_place import NodePlace
+from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
 
 _NUM_CLOCK_READINGS = 5
 _STREAM_SECONDS = 0.2
-_SHORT_SECONDS, _LONG_SECONDS = 10.0, 120.0
-_LOOK_SECONDS, _POLL_SECONDS = 3.0, 0.05
+_SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 300.0
+_MAX_THREADS = 32
+_FOLLOWS = "facts follow"  # a small message before a large one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,33 @@ class Examination:
     num_nodes: int = 1
 
     @property
+    def problems(self) -> list[Finding]:
+        """The findings that are no notes."""
+        return [finding for finding in self.findings if not finding.is_note]
+
+    @property
     def exit_code(self) -> int:
         """3 if something is wrong, else 0."""
-        return int(ExitCode.MACHINE if self.findings else ExitCode.DONE)
+        return int(ExitCode.MACHINE if self.problems else ExitCode.DONE)
+
+    @property
+    def excluded_hosts(self) -> list[str]:
+        """The hosts to leave out: those that a finding blames, if they are less than half, and not the head."""
+        blamed = {node for finding in self.problems for node in finding.nodes if node in self.facts}
+        is_possible = 0 not in blamed and 2 * len(blamed) < self.num_nodes
+        return [self.facts[node].host for node in sorted(blamed)] if is_possible else []
 
 
-def examine_machine(facts: MachineFacts) -> Examination:
+def examine_machine(facts: MachineFacts, *, run_folder: Path) -> Examination:
     """Judge one machine alone."""
-    return Examination(facts={0: facts}, findings=tuple(judge_facts({0: facts})))
+    probe = RunFolderProbe(run_folder)
+    probe.remove()
+    findings = [*_write_findings({0: probe.problem}, {0: facts.host}, run_folder), *judge_facts({0: facts})]
+    return Examination(facts={0: facts}, findings=tuple(findings))
 
 
 def examine_nodes(
-    listener: socket.socket,
-    place: NodePlace,
+    reception: Reception,
     facts: MachineFacts,
     *,
     run_folder: Path,
@@ -62,21 +76,20 @@ def examine_nodes(
     report: Callable[[str], None],
 ) -> Examination:
     """Examine all nodes as the head: wait for them, compare them, test their links, and end them with one exit code."""
-    with listener:
-        meeting = gather_nodes(listener, place, head_facts=facts, wait_seconds=wait_seconds, report=report)
-    head = _Head(meeting, facts)
+    seats, findings = reception.wait(wait_seconds=wait_seconds, report=report)
+    head = _Head(seats, facts)
     try:
+        head.read_facts()
         skews = head.measure_skews()
         links = head.test_links()
-        findings = [
-            *meeting.findings,
-            *judge_links(links, {node: machine.host for node, machine in head.facts.items()}),
-            *head.check_run_folder(run_folder),
-            *judge_facts(head.facts, skews=skews),
-            *head.lost_members,
-        ]
+        findings += head.check_run_folder(run_folder)
+        left = {node: machine for node, machine in head.facts.items() if node == 0 or node in head.channels}
+        links = [link for link in links if link.source in left and link.target in left]
+        findings += judge_links(links, {node: machine.host for node, machine in left.items()})
+        findings += judge_facts(head.facts, skews=skews)
+        findings += head.lost_members
         examination = Examination(
-            facts=head.facts, links=tuple(links), findings=tuple(findings), num_nodes=place.num_nodes
+            facts=head.facts, links=tuple(links), findings=tuple(findings), num_nodes=reception.place.num_nodes
         )
         head.end(examination)
         return examination
@@ -84,131 +97,110 @@ def examine_nodes(
         head.close()
 
 
-def take_part(place: NodePlace, facts: MachineFacts, *, run_folder: Path, wait_seconds: float) -> tuple[int, str]:
-    """Do what the head asks, as a member. Return the exit code and the text that the head sends at the end.
+def take_part(
+    place: NodePlace, *, read_facts: Callable[[], MachineFacts], run_folder: Path, wait_seconds: float
+) -> dict[str, Any]:
+    """Do what the head asks, as a member. Return its last message: `node`, `exit_code` and `text`.
 
     Raises:
-        MachineError: the head can't be reached, or has hung up.
+        MachineError: the head can't be reached, refuses this node, or has ended.
     """
-    channel = join_head(place, facts, wait_seconds=wait_seconds)
-    server: LinkServer | None = None
+    channel = join_head(place, wait_seconds=wait_seconds)
+    servers: list[LinkServer] = []
     try:
         while True:
-            request = channel.receive(timeout_seconds=wait_seconds + _LONG_SECONDS)
-            if request["do"] == "end":
-                return int(request["exit_code"]), str(request["text"])
-            if request["do"] == "serve":
-                server = LinkServer(channel.own_address)
-                channel.send(server.address)
-            elif request["do"] == "look":
-                channel.send(_look_for(run_folder / Path(str(request["name"])).name))
-            elif request["do"] == "try":
-                channel.send(_try_links(request["addresses"]))
+            request = channel.receive(timeout_seconds=None)
+            kind = request["do"]
+            if kind == "end":
+                return {"node": request["node"], "exit_code": int(request["exit_code"]), "text": str(request["text"])}
+            if kind == "facts":
+                facts = msgspec.to_builtins(read_facts())
+                channel.send(_FOLLOWS)
+                channel.send(facts)
+            elif kind == "serve":
+                servers.append(LinkServer(channel.own_address))
+                channel.send(servers[-1].address)
+            elif kind == "try":
+                host, port = request["address"]
+                result = try_link((str(host), int(port)), stream_seconds=_STREAM_SECONDS)
+                channel.send(msgspec.to_builtins(result))
+            elif kind == "look":
+                channel.send(look_for_probe(run_folder, str(request["name"])))
             else:
                 channel.send(time.time())
-    except (OSError, KeyError, TypeError) as error:
-        raise lost_head(place, error) from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise MachineError(
+            f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}.",
+            where=f"{place.head_host}:{place.port}",
+            cause="the command on node 0 was ended; its own output says why",
+        ) from None
     finally:
         channel.close()
-        if server is not None:
+        for server in servers:
             server.close()
-
-
-def _try_links(addresses: Sequence[Sequence[Any]]) -> list[Any]:
-    """Test the links to some addresses, one after the other, and return the results as JSON."""
-    results = [try_link((str(host), int(port)), stream_seconds=_STREAM_SECONDS) for host, port in addresses]
-    return [msgspec.to_builtins(result) for result in results]
-
-
-def _look_for(path: Path) -> bool:
-    """Return whether a file that the head has just written is there; on a network disk, it may take a moment."""
-    deadline = time.monotonic() + _LOOK_SECONDS
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return path.exists()
 
 
 class _Head:
     """The head's side of an examination. A member that is lost is left out from then on, and is a finding."""
 
-    def __init__(self, meeting: Meeting, facts: MachineFacts) -> None:
-        self.facts = {0: facts, **{node: member.facts for node, member in meeting.members.items()}}
+    def __init__(self, seats: Mapping[int, Arrival], facts: MachineFacts) -> None:
+        self.channels: dict[int, LineChannel] = {node: arrival.channel for node, arrival in seats.items()}
         self.lost_members: list[Finding] = []
-        self._channels: dict[int, LineChannel] = {node: member.channel for node, member in meeting.members.items()}
+        self._hosts = {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}}
         self._servers: list[LinkServer] = []
+        first = next(iter(self.channels.values()), None)
+        # The route to itself is the loopback interface, so it takes the address at which a member reached it.
+        own = facts if first is None else msgspec.structs.replace(facts, address=first.own_address)
+        self.facts: dict[int, MachineFacts] = {0: own}
+
+    def read_facts(self) -> None:
+        """Ask all members for their facts. One whose facts do not arrive is left out."""
+        answers = self._ask_all({"do": "facts"}, timeout_seconds=_FACTS_SECONDS)
+        for node in [node for node, answer in answers.items() if answer == _FOLLOWS]:
+            try:
+                answer = self.channels[node].receive(timeout_seconds=_SHORT_SECONDS)
+                self.facts[node] = msgspec.convert(answer, MachineFacts)
+            except (OSError, msgspec.ValidationError):
+                what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
+                hint = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
+                self._lose(node, Finding(what=what, hint=hint, nodes=(node,)))
+        for node in [node for node in self.channels if node not in self.facts]:
+            self._lose(node, self._left(node, "it sent no facts"))
+        self.facts = dict(sorted(self.facts.items()))
 
     def measure_skews(self) -> dict[int, float]:
         """Return the seconds by which each node's clock is ahead, from the reading that took the least time."""
-        skews = {}
-        for node in list(self._channels):
-            readings = []
-            for _ in range(_NUM_CLOCK_READINGS):
-                start_time = time.time()
-                answer = self._ask(node, {"do": "clock"}, timeout_seconds=_SHORT_SECONDS)
-                end_time = time.time()
-                if isinstance(answer, int | float):
-                    readings.append((end_time - start_time, answer - (start_time + end_time) / 2))
-            if readings:
-                skews[node] = min(readings)[1]
-        return skews
+        return {node: skew for node in list(self.channels) if (skew := self._measure_skew(node)) is not None}
+
+    def _measure_skew(self, node: int) -> float | None:
+        readings = []
+        for _ in range(_NUM_CLOCK_READINGS):
+            start_time = time.time()
+            answer = self._ask(node, {"do": "clock"}, timeout_seconds=_SHORT_SECONDS)
+            end_time = time.time()
+            if isinstance(answer, int | float):
+                readings.append((end_time - start_time, answer - (start_time + end_time) / 2))
+        return min(readings)[1] if readings else None
 
     def test_links(self) -> list[MeasuredLink]:
         """Test the links between all pairs of nodes, in both directions."""
         addresses = self._open_servers()
         links: list[MeasuredLink] = []
-        with ThreadPoolExecutor(max_workers=max(1, len(addresses) // 2)) as pool:
+        with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
             for pairs in disjoint_pairs(sorted(addresses)):
                 tests = [pool.submit(self._test_pair, pair, addresses) for pair in pairs]
                 links += [link for test in tests for link in test.result()]
         return sorted(links, key=lambda link: (link.source, link.target))
 
-    def check_run_folder(self, folder: Path) -> list[Finding]:
-        """Check that the other nodes see what this node writes to the run folder."""
-        blind = []
-        probe = folder / f".paceline-shared-{socket.gethostname()}-{os.getpid()}"
-        try:
-            probe.write_text("x")
-        except OSError:
-            return []  # the head's own facts say so
-        try:
-            for node in list(self._channels):
-                if not self._ask(node, {"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS):
-                    blind.append(node)
-        finally:
-            with suppress(OSError):
-                probe.unlink()
-        if not blind:
-            return []
-        names = ", ".join(f"node {node} ({self.facts[node].host})" for node in blind)
-        what = f"{names}: what node 0 writes to the run folder ({folder}) is not there, so the folder is not shared"
-        return [
-            Finding(what=what, hint="--run-dir on a disk that all nodes mount at the same place", nodes=tuple(blind))
-        ]
-
-    def end(self, examination: Examination) -> None:
-        """Tell all members the result."""
-        num_findings = len(examination.findings)
-        text = f"node 0 found {num_findings} problems" if num_findings > 1 else "node 0 found a problem"
-        for channel in self._channels.values():
-            end_member(channel, exit_code=examination.exit_code, text=text if num_findings else "nothing is wrong")
-
-    def close(self) -> None:
-        """Close all connections."""
-        for channel in self._channels.values():
-            channel.close()
-        for server in self._servers:
-            server.close()
-
     def _open_servers(self) -> dict[int, tuple[str, int]]:
-        """Let every node listen, and return the addresses. The head listens where the first member reaches it."""
-        addresses: dict[int, tuple[str, int]] = {}
-        for node in list(self._channels):
-            if not self._servers:
-                self._servers.append(LinkServer(self._channels[node].own_address))
-                addresses[0] = self._servers[0].address
-            answer = self._ask(node, {"do": "serve"}, timeout_seconds=_SHORT_SECONDS)
-            if isinstance(answer, list) and len(answer) == 2:
-                addresses[node] = str(answer[0]), int(answer[1])
+        """Let every node listen on its address on the way to the head, and return the addresses."""
+        if not self.channels:
+            return {}
+        self._servers.append(LinkServer(self.facts[0].address))
+        addresses = {0: self._servers[0].address}
+        for node, answer in self._ask_all({"do": "serve"}, timeout_seconds=_SHORT_SECONDS).items():
+            with suppress(msgspec.ValidationError):
+                addresses[node] = msgspec.convert(answer, tuple[str, int])
         return addresses
 
     def _test_pair(self, pair: tuple[int, int], addresses: Mapping[int, tuple[str, int]]) -> list[MeasuredLink]:
@@ -222,27 +214,94 @@ class _Head:
         if source == 0:
             result = try_link(addresses[target], stream_seconds=_STREAM_SECONDS)
         else:
-            request = {"do": "try", "addresses": [addresses[target]]}
-            answer = self._ask(source, request, timeout_seconds=_LONG_SECONDS)
+            request = {"do": "try", "address": addresses[target]}
+            answer = self._ask(source, request, timeout_seconds=_LINK_SECONDS)
             try:
-                result = link_result(answer[0])
-            except (TypeError, IndexError, msgspec.ValidationError):
+                result = msgspec.convert(answer, LinkResult)
+            except msgspec.ValidationError:
                 return None
         return MeasuredLink(source=source, target=target, result=result)
 
+    def check_run_folder(self, folder: Path) -> list[Finding]:
+        """Check that all nodes can write the run folder, and see there what this node writes."""
+        probe = RunFolderProbe(folder)
+        try:
+            if probe.problem:
+                return _write_findings({0: probe.problem}, self._hosts, folder)
+            answers = self._ask_all({"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS)
+        finally:
+            probe.remove()
+        blind = [node for node, answer in answers.items() if isinstance(answer, list) and answer[:1] == [False]]
+        problems = {node: str(answer[1]) for node, answer in answers.items() if isinstance(answer, list) and answer[1:]}
+        found = _write_findings(problems, self._hosts, folder)
+        if blind:
+            hosts = ", ".join(self._hosts[node] for node in blind)
+            what = f"{format_nodes(blind)} ({hosts}): what node 0 writes to the run folder ({folder}) is not there"
+            hint = "--run-dir on a disk that all nodes mount at the same place"
+            found.append(Finding(what=what, hint=hint, nodes=tuple(blind)))
+        return found
+
+    def end(self, examination: Examination) -> None:
+        """Tell all members the result."""
+        num_problems = len(examination.problems)
+        text = "nothing is wrong" if not num_problems else "node 0 found a problem"
+        if num_problems > 1:
+            text = f"node 0 found {num_problems} problems"
+        for node, channel in self.channels.items():
+            end_member(channel, node=node, exit_code=examination.exit_code, text=text)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for channel in self.channels.values():
+            channel.close()
+        for server in self._servers:
+            server.close()
+
+    def _ask_all(self, request: dict[str, Any], *, timeout_seconds: float) -> dict[int, Any]:
+        """Return the answers of all members that are not lost."""
+        with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
+            answers = {
+                node: pool.submit(self._ask, node, request, timeout_seconds=timeout_seconds)
+                for node in list(self.channels)
+            }
+            results = {node: answer.result() for node, answer in answers.items()}
+        return {node: result for node, result in results.items() if node in self.channels}
+
     def _ask(self, node: int, request: dict[str, Any], *, timeout_seconds: float) -> Any:
         """Return a member's answer; None if it is lost."""
-        channel = self._channels.get(node)
+        channel = self.channels.get(node)
         if channel is None:
             return None
         try:
             return channel.ask(request, timeout_seconds=timeout_seconds)
         except OSError as error:
-            channel.close()
-            del self._channels[node]
-            what = f"node {node} ({self.facts[node].host}) came, but then left: {error.strerror or error}"
-            self.lost_members.append(Finding(what=what, hint="its own output says why", nodes=(node,)))
+            self._lose(node, self._left(node, str(error.strerror or error)))
             return None
+
+    def _left(self, node: int, reason: str) -> Finding:
+        what = f"node {node} ({self._hosts[node]}) came, but then left: {reason}"
+        return Finding(what=what, hint="its own output says why", nodes=(node,))
+
+    def _lose(self, node: int, finding: Finding) -> None:
+        self.channels.pop(node).close()
+        self.lost_members.append(finding)
+
+
+def _write_findings(problems: Mapping[int, str], hosts: Mapping[int, str], folder: Path) -> list[Finding]:
+    """Return a finding for each reason why nodes can't write the run folder; an empty reason is none."""
+    nodes_by_problem: dict[str, list[int]] = {}
+    for node, problem in problems.items():
+        if problem:
+            nodes_by_problem.setdefault(problem, []).append(node)
+    return [
+        Finding(
+            what=f"{format_nodes(nodes)} ({', '.join(hosts[node] for node in nodes)}): the run folder ({folder}) can't "
+            f"be written: {problem}",
+            hint="its owner and its mount; or another --run-dir",
+            nodes=tuple(nodes),
+        )
+        for problem, nodes in nodes_by_problem.items()
+    ]
 
 
 def disjoint_pairs(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:

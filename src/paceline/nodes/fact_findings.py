@@ -1,6 +1,9 @@
 """Judgement of the facts of machines: what each one lacks, and what differs between them."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 from paceline.console.formatting import first_names, format_size
@@ -10,23 +13,74 @@ from paceline.nodes.machine_facts import MachineFacts
 Facts = Mapping[int, MachineFacts]
 """The facts of each node, by its number."""
 MIN_SHARED_MEMORY, MIN_DISK, MIN_OPEN_FILES = 64 << 20, 1 << 30, 1024
-_Problem = tuple[str, str]
-"""What is wrong with one machine, and what to do."""
 _MAX_SKEW_SECONDS = 1.0
 _MAX_NAMES = 4
 _UNSET = "unset"
+_COMPUTING_PACKAGES = ("torch", "paceline", "numpy", "triton", "transformers", "safetensors", "msgspec")
+_COMPUTING_PREFIXES = ("nvidia-", "torch")
 
-_COMPARED: tuple[tuple[Callable[[MachineFacts], Mapping[str, Any]], str], ...] = (
-    (lambda facts: {"python": facts.python, **facts.packages}, "the same image, or the same lock file, on every node"),
-    (lambda facts: facts.code, "the same commit on every node"),
-    (lambda facts: facts.data, "the same data on every node"),
-    (lambda facts: facts.variables, "export it on every node, or on none"),
-    (lambda facts: {"vector unit": facts.vector_unit}, "nodes of one kind, or export MKL_CBWR=AVX2 on every node"),
-    (lambda facts: {"list of GPUs": ", ".join(facts.gpus) or "none"}, "nodes of one kind"),
-    (lambda facts: {"GPU driver": facts.gpu_driver or "none"}, "the same driver on every node"),
-    (lambda facts: {"MTU": facts.mtu}, "ip link set DEVICE mtu BYTES: the smallest of them, on every node"),
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """A kind of fact that should be equal on all nodes."""
+
+    read: Callable[[MachineFacts], Mapping[str, Any]]
+    """Return the values of a machine by their names, the most important first."""
+    hint: str
+    is_of_machine: bool = False
+    """Whether the machine itself differs, and not what the user installed or set there."""
+    is_note: bool = False
+
+
+def _is_computing(package: str) -> bool:
+    return package in _COMPUTING_PACKAGES or package.startswith(_COMPUTING_PREFIXES)
+
+
+def _computing_packages(facts: MachineFacts) -> dict[str, str]:
+    versions = {name: version for name, version in facts.packages.items() if _is_computing(name)}
+    named = {name: versions[name] for name in _COMPUTING_PACKAGES if name in versions}
+    return {"python": facts.python, **named, **versions}
+
+
+_SAME_IMAGE, _SAME_COMMIT = "the same image, or the same lock file, on every node", "the same commit on every node"
+_COMPARISONS = (
+    _Comparison(read=_computing_packages, hint=_SAME_IMAGE),
+    _Comparison(
+        read=lambda facts: {name: version for name, version in facts.packages.items() if not _is_computing(name)},
+        hint=_SAME_IMAGE,
+        is_note=True,
+    ),
+    _Comparison(read=lambda facts: dict(list(facts.code.items())[:1]), hint=_SAME_COMMIT),
+    _Comparison(read=lambda facts: dict(list(facts.code.items())[1:]), hint=_SAME_COMMIT, is_note=True),
+    _Comparison(read=lambda facts: facts.data, hint="the same data on every node"),
+    _Comparison(read=lambda facts: facts.variables, hint="the same value on every node, or none"),
+    _Comparison(
+        read=lambda facts: {"vector unit": facts.vector_unit},
+        hint="nodes of one kind, or export MKL_CBWR=AVX2 on every node",
+        is_of_machine=True,
+    ),
+    _Comparison(read=lambda facts: {"GPUs": facts.gpus or "none"}, hint="nodes of one kind", is_of_machine=True),
+    _Comparison(
+        read=lambda facts: {"GPU driver": facts.gpu_driver} if facts.gpus else {},
+        hint="the same driver on every node",
+        is_of_machine=True,
+    ),
+    _Comparison(
+        read=lambda facts: {"MTU": facts.mtu} if facts.mtu else {},
+        hint="ip link set DEVICE mtu BYTES: the smallest of them, on every node",
+        is_of_machine=True,
+    ),
 )
-"""What is compared between nodes: the values by name, and what to do if they differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """A problem of one machine. Problems of one `kind` with the same hint are one finding, in the worst one's words."""
+
+    kind: str
+    what: str
+    hint: str
+    badness: float = 0.0
 
 
 def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> list[Finding]:
@@ -34,47 +88,56 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
 
     `skews` has the seconds by which each node's clock is ahead of the head's.
     """
-    found = [finding for read, hint in _COMPARED for finding in _differences(facts, read, hint)]
-    nodes_by_problem: dict[_Problem, list[int]] = {}
+    found = [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
+    ahead = {node: (skews or {}).get(node, 0.0) for node in facts}
+    usual = median_low(ahead.values())
+    groups: dict[tuple[str, str], dict[int, _Problem]] = {}
     for node, machine in facts.items():
-        skew = (skews or {}).get(node, 0.0)
-        for problem in _problems_of_machine(machine, skew=skew, is_alone=len(facts) == 1):
-            nodes_by_problem.setdefault(problem, []).append(node)
-    for (what, hint), nodes in nodes_by_problem.items():
+        for problem in _problems_of_machine(machine, skew=ahead[node] - usual, is_alone=len(facts) == 1):
+            groups.setdefault((problem.kind, problem.hint), {})[node] = problem
+    for (_, hint), problems in groups.items():
+        nodes = list(problems)
         name = "this machine" if len(facts) == 1 else format_nodes(nodes)
         host = f" ({facts[nodes[0]].host})" if len(nodes) == 1 else ""
-        found.append(Finding(what=f"{name}{host}: {what}", hint=hint, nodes=tuple(nodes)))
+        worst = max(problems.values(), key=lambda problem: problem.badness)
+        found.append(Finding(what=f"{name}{host}: {worst.what}", hint=hint, nodes=tuple(nodes)))
     return found
 
 
-def _differences(facts: Facts, read: Callable[[MachineFacts], Mapping[str, Any]], hint: str) -> list[Finding]:
-    """Return one finding for all names whose values differ in the same way, for example for all packages."""
-    values = {node: read(machine) for node, machine in facts.items()}
-    names_by_split: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted({name for own in values.values() for name in own}):
-        told = {node: own.get(name, _UNSET) for node, own in values.items()}
-        if len(set(told.values())) > 1:
-            names_by_split.setdefault(_minority(told), []).append(name)
+def _differences(facts: Facts, comparison: _Comparison) -> list[Finding]:
+    """Return one finding for all names whose values differ between the same nodes, for example for all packages."""
+    values = {node: comparison.read(machine) for node, machine in facts.items()}
+    if comparison.is_of_machine:  # a machine without a GPU has no driver that could differ
+        values = {node: own for node, own in values.items() if own}
+    names_by_nodes: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(name for own in values.values() for name in own):
+        by_node = {node: own.get(name, _UNSET) for node, own in values.items()}
+        if len(set(by_node.values())) > 1:
+            names_by_nodes.setdefault(_minority(by_node), []).append(name)
     return [
-        Finding(what=_difference_text(names, values), hint=hint, nodes=minority)
-        for minority, names in names_by_split.items()
+        Finding(
+            what=_difference_text(names, values),
+            hint=comparison.hint,
+            nodes=nodes if comparison.is_of_machine else (),
+            is_note=comparison.is_note,
+        )
+        for nodes, names in names_by_nodes.items()
     ]
 
 
-def _minority(told: Mapping[int, Any]) -> tuple[int, ...]:
-    """Return the nodes whose value differs from that of most nodes, or from that of node 0 if there is no majority."""
-    counts = [(list(told.values()).count(value), -node, value) for node, value in told.items()]
-    usual = max(counts, key=lambda entry: entry[:2])[2]
-    return tuple(node for node, value in told.items() if value != usual)
+def _minority(by_node: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return the nodes whose value differs from that of most nodes; none if there is no majority."""
+    value, count = Counter(by_node.values()).most_common(1)[0]
+    return tuple(node for node, own in by_node.items() if own != value) if 2 * count > len(by_node) else ()
 
 
-def _difference_text(names: list[str], values: Mapping[int, Mapping[str, Any]]) -> str:
+def _difference_text(names: Sequence[str], values: Mapping[int, Mapping[str, Any]]) -> str:
     nodes_by_value: dict[Any, list[int]] = {}
     for node, own in values.items():
         nodes_by_value.setdefault(own.get(names[0], _UNSET), []).append(node)
     parts = [f"{value} on {format_nodes(nodes)}" for value, nodes in nodes_by_value.items()]
-    others = f" (so do {first_names(names[1:], max_names=_MAX_NAMES)})" if len(names) > 1 else ""
-    return f"{names[0]} differs: {', '.join(parts)}{others}"
+    others = f"; so {'do' if len(names) > 2 else 'does'} {first_names(names[1:], max_names=_MAX_NAMES)}"
+    return f"{names[0]} differs: {', '.join(parts)}{others if len(names) > 1 else ''}"
 
 
 def _problems_of_machine(facts: MachineFacts, *, skew: float, is_alone: bool) -> list[_Problem]:
@@ -83,10 +146,11 @@ def _problems_of_machine(facts: MachineFacts, *, skew: float, is_alone: bool) ->
         problem = _interface_problem(variable, value, facts, is_alone=is_alone)
         if problem:
             hint = f"export {variable}={facts.interface or 'INTERFACE'}"
-            problems.append((f"{variable}={value}, but {problem}", hint))
+            problems.append(_Problem(kind=variable, what=f"{variable}={value}, but {problem}", hint=hint))
     if abs(skew) > _MAX_SKEW_SECONDS:
-        what = f"its clock is {skew:+.1f} s off that of node 0; torchrun compares clocks to find dead nodes"
-        problems.append((what, "chronyc makestep (in a container: on the machine below it)"))
+        what = f"the clock is {skew:+.1f} s off that of the other nodes; torchrun compares clocks to find dead nodes"
+        hint = "chronyc makestep (in a container: on the machine below it)"
+        problems.append(_Problem(kind="clock", what=what, hint=hint, badness=abs(skew)))
     return [*problems, *_problems_of_resources(facts)]
 
 
@@ -94,47 +158,52 @@ def _problems_of_name(facts: MachineFacts) -> list[_Problem]:
     """Return what makes gloo listen at an address that no other node reaches."""
     if "GLOO_SOCKET_IFNAME" in facts.interface_variables:
         return []
-    hint = f"export GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'}"
+    hint = f"export GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'}, or the right address in its /etc/hosts"
     if not facts.host_address:
-        return [("its own name resolves to nothing", hint)]
+        return [_Problem(kind="no name", what="its own name resolves to nothing", hint=hint)]
     if not facts.host_address.startswith("127.") or facts.address.startswith("127."):
         return []
     what = f"its own name resolves to {facts.host_address}, where gloo would listen, and no other node reaches it"
-    return [(what, f"{hint}, or {facts.address} {facts.host} in /etc/hosts")]
+    return [_Problem(kind="name", what=what, hint=hint)]
 
 
 def _interface_problem(variable: str, value: str, facts: MachineFacts, *, is_alone: bool) -> str:
     """Return what is wrong with a variable that names interfaces; empty if nothing is.
 
-    gloo takes names. NCCL takes prefixes of names, `=` before an exact name, and `^` before those to leave out.
+    gloo takes names. NCCL takes prefixes of names, `=` before an exact name, and `^` before those to leave out. A
+    cluster may have another network for the ranks than the one on which the nodes meet.
     """
-    names = [interface.name for interface in facts.interfaces]
     if variable.startswith("GLOO") and value[0] in "^=":
         return f"gloo takes only names, and {value[0]} is NCCL's spelling"
-    if value.startswith("^"):
+    if value.startswith("^") or not facts.interfaces:
         return ""
     asked = value.removeprefix("=").split(",")
     is_exact = variable.startswith("GLOO") or value.startswith("=")
-    matching = [name for name in names if (name in asked if is_exact else name.startswith(tuple(asked)))]
+    matching = [
+        interface
+        for interface in facts.interfaces
+        if (interface.name in asked if is_exact else interface.name.startswith(tuple(asked)))
+    ]
     if not matching:
-        return f"it has {', '.join(names)}"
-    if not is_alone and facts.interface and facts.interface not in matching:
-        return f"the way to node 0 is {facts.interface}"
+        return f"there is only {', '.join(interface.name for interface in facts.interfaces)}"
+    is_only_loopback = all(interface.is_loopback for interface in matching)
+    if is_only_loopback and not is_alone and not facts.address.startswith("127."):
+        return "no other node reaches that interface"
     return ""
 
 
 def _problems_of_resources(facts: MachineFacts) -> list[_Problem]:
     problems = []
-    if 0 <= facts.free_shared_memory < MIN_SHARED_MEMORY:
+    if 0 <= facts.free_shared_memory <= MIN_SHARED_MEMORY:
         free = format_size(facts.free_shared_memory)
         what = f"/dev/shm has {free} free; data workers, NCCL and checkpoints in memory need more"
-        problems.append((what, "docker run --shm-size 16g, or an emptyDir with medium: Memory"))
-    if facts.run_folder_problem:
-        what = f"the run folder can't be written: {facts.run_folder_problem}"
-        problems.append((what, "chown it, or another --run-dir"))
-    elif 0 <= facts.free_disk < MIN_DISK:
+        hint = "docker run --shm-size 16g, or an emptyDir with medium: Memory"
+        problems.append(_Problem(kind="shared memory", what=what, hint=hint, badness=-facts.free_shared_memory))
+    if 0 <= facts.free_disk < MIN_DISK:
         what = f"{format_size(facts.free_disk)} are free where the run folder is"
-        problems.append((what, "another --run-dir, or --checkpoint.keep 1"))
+        hint = "another --run-dir, or --checkpoint.keep 1"
+        problems.append(_Problem(kind="disk", what=what, hint=hint, badness=-facts.free_disk))
     if 0 < facts.open_files < MIN_OPEN_FILES:
-        problems.append((f"a process may open only {facts.open_files} files", "ulimit -n 65536"))
+        what = f"a process may open only {facts.open_files} files"
+        problems.append(_Problem(kind="open files", what=what, hint="ulimit -n 65536", badness=-facts.open_files))
     return problems

@@ -1,16 +1,22 @@
 """Findings: what is wrong with a machine or a link, and what to do."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of trouble. `nodes` has the nodes that a run should leave out until it is mended."""
+    """One cause of trouble. `nodes` has the nodes that a run should leave out until it is mended.
+
+    A note (`is_note`) is something to know that is probably no trouble. It does not change the exit code.
+    """
 
     what: str
     hint: str
     nodes: tuple[int, ...] = ()
+    is_note: bool = False
 
 
-def format_nodes(numbers: tuple[int, ...] | list[int]) -> str:
+def format_nodes(numbers: Sequence[int]) -> str:
     """Return "node 1", or "nodes 0, 2"."""
     return f"{'node' if len(numbers) == 1 else 'nodes'} {', '.join(map(str, sorted(numbers)))}"

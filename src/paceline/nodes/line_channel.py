@@ -1,13 +1,17 @@
 """A connection between two nodes that carries JSON values, one in each line."""
 
 import json
+import select
 import socket
+import sys
+import time
 from typing import Any
 
 _MAX_BYTES = 4 << 20
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that vanishes is noticed after 30 s
 
 
-class ChannelClosed(ConnectionError):
+class ChannelError(ConnectionError):
     """The other end has closed the connection, or sends something else than lines of JSON."""
 
 
@@ -17,11 +21,24 @@ class LineChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._received = b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            for name, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @property
     def own_address(self) -> str:
         """This end's IP address."""
         return str(self._connection.getsockname()[0])
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the other end has closed the connection while nothing was expected from it."""
+        try:
+            is_readable = bool(select.select([self._connection], [], [], 0)[0])
+            return is_readable and not self._connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
 
     def send(self, value: Any) -> None:
         """Send a value.
@@ -31,30 +48,34 @@ class LineChannel:
         """
         self._connection.sendall(json.dumps(value).encode() + b"\n")
 
-    def receive(self, *, timeout_seconds: float) -> Any:
-        """Return the next value.
+    def receive(self, *, timeout_seconds: float | None) -> Any:
+        """Return the next value; None waits without a limit.
 
         Raises:
             TimeoutError: the other end sent no whole line in time.
-            ChannelClosed: the other end has closed the connection, or sent no JSON.
+            ChannelError: the other end has closed the connection, or sent no JSON.
             OSError: the connection is lost.
         """
-        self._connection.settimeout(timeout_seconds)
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._received:
+            self._connection.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
             data = self._connection.recv(1 << 16)
             if not data:
-                raise ChannelClosed("the connection was closed")
+                raise ChannelError("the connection was closed")
             self._received += data
             if len(self._received) > _MAX_BYTES:
-                raise ChannelClosed("a line is too long")
+                raise ChannelError("a line is too long")
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError("timed out")
         line, _, self._received = self._received.partition(b"\n")
         try:
             return json.loads(line)
-        except ValueError:
-            raise ChannelClosed("a line is no JSON") from None
+        except (ValueError, RecursionError):
+            raise ChannelError("a line is no JSON") from None
 
     def ask(self, request: Any, *, timeout_seconds: float) -> Any:
         """Send a request, and return the answer. The errors are those of `send` and `receive`."""
+        self._connection.settimeout(timeout_seconds)
         self.send(request)
         return self.receive(timeout_seconds=timeout_seconds)
 

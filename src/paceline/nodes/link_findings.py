@@ -38,24 +38,31 @@ def judge_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list
         if len(bad) == len(links) > 2:
             found.append(Finding(what=f"every link: {_describe(problem, bad)}", hint=hint))
             continue
-        for node in hosts:
-            own = _links_of_bad_node(node, bad, num_nodes=len(hosts))
-            if own:
-                text = f"all links of node {node} ({hosts[node]}): {_describe(problem, own)}"
-                found.append(Finding(what=text, hint=hint, nodes=(node,)))
-                bad = [link for link in bad if link not in own]
-        for first, second in dict.fromkeys(tuple(sorted((link.source, link.target))) for link in bad):
-            own = [link for link in bad if {link.source, link.target} == {first, second}]
-            names = [f"node {node} ({hosts[node]})" for node in (own[0].source, own[0].target)]
-            ends = f"{names[0]} -> {names[1]}" if len(own) == 1 else f"between {names[0]} and {names[1]}"
-            found.append(Finding(what=f"{ends}: {_describe(problem, own)}", hint=hint))
+        bad_nodes = [node for node in hosts if _is_bad_node(node, bad, links)]
+        for node in bad_nodes:
+            own = [link for link in bad if node in (link.source, link.target)]
+            text = f"all links of node {node} ({hosts[node]}): {_describe(problem, own)}"
+            found.append(Finding(what=text, hint=hint, nodes=(node,)))
+        rest = [link for link in bad if link.source not in bad_nodes and link.target not in bad_nodes]
+        for ends in dict.fromkeys(frozenset((link.source, link.target)) for link in rest):
+            own = [link for link in rest if ends == {link.source, link.target}]
+            found.append(Finding(what=f"{_name_pair(own, hosts)}: {_describe(problem, own)}", hint=hint))
     return found
 
 
-def _links_of_bad_node(node: int, bad: Sequence[MeasuredLink], *, num_nodes: int) -> list[MeasuredLink]:
-    """Return the bad links to and from a node, if no other node reaches it well; with two nodes, none is to blame."""
-    to_node = [link for link in bad if link.target == node]
-    return [link for link in bad if node in (link.source, link.target)] if len(to_node) == num_nodes - 1 > 1 else []
+def _is_bad_node(node: int, bad: Sequence[MeasuredLink], links: Sequence[MeasuredLink]) -> bool:
+    """Return whether all links to a node, or all links from it, are bad. Of two nodes, none is to blame."""
+    for end in ("target", "source"):
+        num_links = sum(getattr(link, end) == node for link in links)
+        if num_links > 1 and num_links == sum(getattr(link, end) == node for link in bad):
+            return True
+    return False
+
+
+def _name_pair(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> str:
+    first, second = links[0].source, links[0].target
+    names = f"node {first} ({hosts[first]})", f"node {second} ({hosts[second]})"
+    return f"{names[0]} -> {names[1]}" if len(links) == 1 else f"between {names[0]} and {names[1]}"
 
 
 def _describe(problem: str, links: Sequence[MeasuredLink]) -> str:

@@ -7,14 +7,13 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
 _PING, _STREAM, _DONE = b"p", b"s", b"d"
 _LENGTH_BYTES = 8
 _NUM_PINGS = 10
-_FIRST_BYTES, _MAX_BYTES, _CHUNK_BYTES = 256 << 10, 256 << 20, 1 << 20
+_FIRST_BYTES, _MAX_BYTES, _CHUNK_BYTES = 16 << 10, 256 << 20, 1 << 20  # the first has many packets
 _TIMEOUT_SECONDS = 3.0
 _SLOW_BYTES_PER_SECOND, _SLOW_PING_SECONDS = 20 << 20, 0.02
 
@@ -82,21 +81,21 @@ def try_link(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:
 
 
 def _try_once(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:
-    is_connected = False
+    result = LinkResult(problem="no answer to a connection")
     try:
         with socket.create_connection(address, timeout=_TIMEOUT_SECONDS) as connection:
-            is_connected = True
+            result = LinkResult(problem=f"connected, then nothing for {_TIMEOUT_SECONDS:.0f} s")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             ping_seconds = min(_ping(connection) for _ in range(_NUM_PINGS))
             num_bytes = _FIRST_BYTES
             while True:
                 seconds = _send_stream(connection, num_bytes)
+                result = LinkResult(ping_seconds=ping_seconds, bytes_per_second=num_bytes / seconds)
                 if seconds > stream_seconds or num_bytes >= _MAX_BYTES:
-                    return LinkResult(ping_seconds=ping_seconds, bytes_per_second=num_bytes / seconds)
+                    return result
                 num_bytes *= 2
     except TimeoutError:
-        text = f"connected, then nothing for {_TIMEOUT_SECONDS:.0f} s" if is_connected else "no answer to a connection"
-        return LinkResult(problem=text)
+        return result  # after a stream that has come through, the link is only slow
     except OSError as error:
         return LinkResult(problem=(error.strerror or str(error)).lower())
 
@@ -137,12 +136,3 @@ def _skip(connection: socket.socket, length: int) -> None:
         if not received:
             raise ConnectionError("closed by the other end")
         length -= received
-
-
-def link_result(value: Any) -> LinkResult:
-    """Return the result that another node sent.
-
-    Raises:
-        msgspec.ValidationError: the value is no such result.
-    """
-    return msgspec.convert(value, LinkResult)

@@ -6,27 +6,41 @@ import platform
 import resource
 import shutil
 import socket
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
-from paceline.nodes.network_interfaces import Interface, address_towards, list_interfaces, resolve_host
+from paceline.nodes.network_interfaces import (
+    Interface,
+    address_towards,
+    interface_name,
+    list_interfaces,
+    resolve_host,
+)
 
-_VARIABLE_PREFIXES = ("NCCL_", "TORCH_", "GLOO_DEVICE", "MKL_", "CUBLAS_", "OMP_")
+COMPARED_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "GLOO_DEVICE_TRANSPORT", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO",
+    "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET",
+    "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
+)  # fmt: skip
+"""The environment variables that change the bits of a result, or how ranks talk to each other."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _VECTOR_UNITS = (("avx512f", "AVX-512"), ("avx2", "AVX2"))  # the widest first; they choose the kernels
+_GPU_FOLDER = Path("/proc/driver/nvidia")
+UNKNOWN = -1
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one machine. Sizes are in bytes."""
+    """The facts of one machine. Sizes are in bytes, and -1 if unknown."""
 
     host: str
     address: str
     """Its own address on the route to the head; empty if it has none."""
-    interface: str
-    """The interface with this address."""
     interfaces: tuple[Interface, ...]
     host_address: str
     """What its own name resolves to; empty if to nothing."""
@@ -34,16 +48,16 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """The version of each installed package."""
     code: dict[str, str]
-    """A digest of each file that the user named, such as the job."""
+    """A digest of each Python file that the user named, the job first."""
     data: dict[str, str]
     """A digest of the names and sizes of the files in each data folder."""
     variables: dict[str, str]
-    """The environment variables that change how torch computes or sends."""
+    """The variables of `COMPARED_VARIABLES` that are set."""
     interface_variables: dict[str, str]
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if they are set."""
     vector_unit: str
-    gpus: tuple[str, ...]
-    """The model of each NVIDIA GPU."""
+    gpus: str
+    """The NVIDIA GPUs, such as "8 x NVIDIA H100"; empty without any."""
     gpu_driver: str
     cores: int
     free_shared_memory: int
@@ -51,45 +65,42 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Free space where the run folder is."""
     open_files: int
     """The number of files that a process may open."""
-    run_folder_problem: str
-    """Why the run folder can't be written; empty if it can."""
+
+    @property
+    def interface(self) -> str:
+        """The interface with `address`; empty if unknown."""
+        return interface_name(self.address, self.interfaces)
 
     @property
     def mtu(self) -> int:
-        """The size of the largest packet of `interface`; 0 if unknown."""
-        return next((interface.mtu for interface in self.interfaces if interface.name == self.interface), 0)
+        """The size of the largest packet of `interface`; 0 if unknown, or if it is the loopback interface."""
+        return next((each.mtu for each in self.interfaces if each.name == self.interface and not each.is_loopback), 0)
 
 
 def read_machine_facts(
     *, head_host: str, run_folder: Path, code: Mapping[str, Path], data: Mapping[str, Path]
 ) -> MachineFacts:
-    """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them.
-
-    The run folder is created, to find out whether it can be written.
-    """
-    host, address, interfaces = socket.gethostname(), address_towards(head_host), list_interfaces()
+    """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them."""
+    host = socket.gethostname()
     return MachineFacts(
         host=host,
-        address=address,
-        interface=next((interface.name for interface in interfaces if interface.address == address), ""),
-        interfaces=tuple(interfaces),
+        address=address_towards(head_host),
+        interfaces=tuple(list_interfaces()),
         host_address=resolve_host(host),
         python=platform.python_version(),
         packages=_package_versions(),
         code={name: _file_digest(path) for name, path in code.items()},
         data={name: _folder_digest(path) for name, path in data.items()},
-        variables={name: value for name, value in os.environ.items() if (name.startswith(_VARIABLE_PREFIXES)
-                   and name not in _INTERFACE_VARIABLES) or name == "PYTHONHASHSEED"},
+        variables={name: os.environ[name] for name in COMPARED_VARIABLES if name in os.environ},
         interface_variables={name: os.environ[name] for name in _INTERFACE_VARIABLES if os.environ.get(name)},
         vector_unit=_vector_unit(),
         gpus=_gpus(),
         gpu_driver=_gpu_driver(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        free_shared_memory=_free_bytes(Path("/dev/shm")),
+        free_shared_memory=_free_bytes(Path("/dev/shm")) if Path("/dev/shm").is_dir() else UNKNOWN,
         free_disk=_free_bytes(run_folder),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        run_folder_problem=_write_problem(run_folder),
-    )  # fmt: skip
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform == "linux" else UNKNOWN,
+    )
 
 
 def _package_versions() -> dict[str, str]:
@@ -105,17 +116,23 @@ def _package_versions() -> dict[str, str]:
 def _file_digest(path: Path) -> str:
     try:
         return sha256(path.read_bytes()).hexdigest()[:12]
+    except FileNotFoundError:
+        return "missing"
     except OSError as error:
         return f"can't be read ({error.strerror})"
 
 
 def _folder_digest(path: Path) -> str:
     """Return a digest of the relative path and the size of each file; the contents are not read."""
-    if not path.exists():
-        return "missing"
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    lines = [f"{file.relative_to(path.parent)} {file.stat().st_size}" for file in files]
-    return f"{len(files)} files, {sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
+    try:
+        if path.is_file():
+            return f"{path.stat().st_size} bytes"
+        files = sorted(entry for entry in path.rglob("*") if entry.is_file())
+        lines = [os.fsencode(file.relative_to(path)) + f" {file.stat().st_size}".encode() for file in files]
+        digest = sha256(b"\n".join(lines)).hexdigest()[:12]
+        return f"{len(files)} files, {digest}" if path.is_dir() else "missing"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
 
 
 def _vector_unit() -> str:
@@ -126,38 +143,26 @@ def _vector_unit() -> str:
     return next((name for flag, name in _VECTOR_UNITS if flag in flags), platform.machine())
 
 
-def _gpus() -> tuple[str, ...]:
-    """Return the models of the NVIDIA GPUs, from the driver's own files."""
-    models = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+def _gpus() -> str:
+    """Return the number of NVIDIA GPUs of each model, from the driver's own files."""
+    models: Counter[str] = Counter()
+    for path in _GPU_FOLDER.glob("gpus/*/information"):
         lines = path.read_text().splitlines()
-        models.append(next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), "unknown"))
-    return tuple(models)
+        models[next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), "unknown")] += 1
+    return ", ".join(f"{count} x {model}" for model, count in sorted(models.items()))
 
 
 def _gpu_driver() -> str:
     try:
-        words = Path("/proc/driver/nvidia/version").read_text().split()
+        words = (_GPU_FOLDER / "version").read_text().split()
     except OSError:
         return ""
     return next((word for word in words if word[0].isdigit() and "." in word), "")
 
 
 def _free_bytes(path: Path) -> int:
-    """Return the free space at the path, or at its nearest folder that exists; -1 if it is not known."""
-    existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), None)
+    """Return the free space at the path, or at its nearest folder that exists."""
     try:
-        return shutil.disk_usage(existing).free if existing is not None else -1
-    except OSError:
-        return -1
-
-
-def _write_problem(folder: Path) -> str:
-    probe = folder / f".paceline-write-{socket.gethostname()}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("x")
-        probe.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
+    except (OSError, StopIteration):
+        return UNKNOWN

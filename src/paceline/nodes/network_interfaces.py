@@ -6,12 +6,13 @@
 import fcntl
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
-_GET_ADDRESS, _GET_MTU = 0x8915, 0x8921  # SIOCGIFADDR and SIOCGIFMTU
+_GET_ADDRESS, _GET_MTU = 0x8915, 0x8921  # SIOCGIFADDR and SIOCGIFMTU of Linux
 _ANY_PORT = 9  # connecting a datagram socket sends nothing
 
 
@@ -22,16 +23,28 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     mtu: int
 
+    @property
+    def is_loopback(self) -> bool:
+        """Return whether only this machine reaches the interface."""
+        return self.address.startswith("127.")
+
 
 def list_interfaces() -> list[Interface]:
-    """Return the interfaces of this machine that have an IPv4 address."""
-    found = []
+    """Return the interfaces of this machine that have an IPv4 address; none on a system other than Linux."""
+    found: list[Interface] = []
+    if sys.platform != "linux":
+        return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 address = socket.inet_ntoa(_ask(probe, _GET_ADDRESS, name)[20:24])
                 found.append(Interface(name=name, address=address, mtu=_mtu(probe, name)))
     return found
+
+
+def interface_name(address: str, interfaces: Sequence[Interface]) -> str:
+    """Return the name of the interface with this address; empty if none has it."""
+    return next((interface.name for interface in interfaces if interface.address == address), "")
 
 
 def address_towards(host: str) -> str:
@@ -48,13 +61,18 @@ def resolve_host(name: str) -> str:
     """Return the IPv4 address of a host name; empty if it has none."""
     try:
         return socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
 
 
-def is_own_address(address: str, interfaces: Sequence[Interface]) -> bool:
-    """Return whether an address belongs to this machine."""
-    return address.startswith("127.") or any(interface.address == address for interface in interfaces)
+def is_own_address(address: str) -> bool:
+    """Return whether an address belongs to this machine, so that a socket can be bound to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _mtu(probe: socket.socket, name: str) -> int:

@@ -1,51 +1,48 @@
-"""The meeting of nodes: the head listens, the others connect, and each gets a number."""
+"""The meeting of nodes: the head listens, the others connect, and each gets a number.
+
+Whoever can reach the port of the head can take a seat: the network is trusted, as it is by gloo and NCCL.
+"""
 
 import errno
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from paceline.errors import MachineError
+from paceline.errors import MachineError, UsageError
 from paceline.nodes.finding import Finding
-from paceline.nodes.line_channel import ChannelClosed, LineChannel
-from paceline.nodes.machine_facts import MachineFacts
-from paceline.nodes.network_interfaces import is_own_address, list_interfaces, resolve_host
+from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.network_interfaces import is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
 PROTOCOL = "paceline-nodes-1"
-_HELLO_SECONDS, _WELCOME_SECONDS = 5.0, 20.0
-_RETRY_SECONDS = 0.1
+_HELLO_SECONDS, _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 3.0, 0.1
 _REPORT_SECONDS = 5.0
+_MAX_STRANGERS = 64
+_HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a node to the head."""
+    """The first message of a node to the head. It fits into one small packet, which every network lets through."""
 
     protocol: str
     num_nodes: int
     node: int | None
-    facts: MachineFacts
+    host: str
 
 
-@dataclass(kw_only=True)
-class Member:
-    """A node that has come, as the head sees it."""
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A node that has come to the head."""
 
-    facts: MachineFacts
+    hello: Hello
     channel: LineChannel
-
-
-@dataclass(kw_only=True)
-class Meeting:
-    """The nodes that have come to the head, by their number, without the head itself."""
-
-    members: dict[int, Member] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    """What was wrong: nodes that did not come, and numbers that came twice."""
 
 
 def listen_as_head(place: NodePlace) -> socket.socket | None:
@@ -54,11 +51,19 @@ def listen_as_head(place: NodePlace) -> socket.socket | None:
     Without a number, the first process on the head's machine that can listen is the head.
 
     Raises:
+        UsageError: this is node 0, but the head's host is another machine.
         MachineError: this is node 0, and the port is in use.
     """
-    is_head_machine = is_own_address(resolve_host(place.head_host), list_interfaces())
+    address = resolve_host(place.head_host)
+    is_head_machine = bool(address) and is_own_address(address)
     if place.node not in (None, 0) or (place.node is None and not is_head_machine):
         return None
+    if address and not is_head_machine:
+        raise UsageError(
+            f"this is node 0, but {place.head_host} ({address}) is another machine.",
+            cause="node 0 is where the nodes meet",
+            hint="--nodes N:HOST with this machine, or the number 0 on the other one",
+        )
     try:
         return socket.create_server(("", place.port), backlog=256)
     except OSError as error:
@@ -70,120 +75,157 @@ def listen_as_head(place: NodePlace) -> socket.socket | None:
         ) from None
 
 
-def gather_nodes(
-    listener: socket.socket,
-    place: NodePlace,
-    *,
-    head_facts: MachineFacts,
-    wait_seconds: float,
-    report: Callable[[str], None],
-) -> Meeting:
-    """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait."""
-    meeting, arrived = Meeting(), list[tuple[Hello, LineChannel]]()
-    deadline, next_report = time.monotonic() + wait_seconds, time.monotonic() + _REPORT_SECONDS
-    while len(arrived) < place.num_nodes - 1 and time.monotonic() < deadline:
-        listener.settimeout(max(0.01, min(deadline, next_report) - time.monotonic()))
-        if time.monotonic() >= next_report:
-            report(f"{len(arrived) + 1} of {place.num_nodes} nodes are here: {_hosts(head_facts, arrived)}")
-            next_report += _REPORT_SECONDS
+class Reception:
+    """The head's reception: a thread welcomes the nodes, each in a thread of its own, until `close`."""
+
+    def __init__(self, listener: socket.socket, place: NodePlace) -> None:
+        self._listener = listener
+        self.place = place
+        self._arrivals: list[Arrival] = []
+        self._findings: list[Finding] = []
+        self._is_complete = False
+        self._changed = threading.Condition()
+        self._free_threads = threading.Semaphore(_MAX_STRANGERS + place.num_nodes)
+        threading.Thread(target=self._accept, name="paceline-reception", daemon=True).start()
+
+    def wait(self, *, wait_seconds: float, report: Callable[[str], None]) -> tuple[dict[int, Arrival], list[Finding]]:
+        """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait.
+
+        Return the nodes by their number, and what was wrong: nodes that did not come, and wrong numbers.
+        """
+        deadline = time.monotonic() + wait_seconds
+        with self._changed:
+            while len(self._arrivals) < self.place.num_nodes - 1 and time.monotonic() < deadline:
+                if not self._changed.wait(min(_REPORT_SECONDS, max(0.0, deadline - time.monotonic()))):
+                    names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
+                    report(f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}")
+            self._is_complete = True
+            seats, findings = self._number_seats(), list(self._findings)
+        for node in range(1, self.place.num_nodes):
+            if node not in seats and not findings:
+                what = f"node {node} did not come within {wait_seconds:.0f} s"
+                hint = f"is the command running there? On it: nc -vz {self.place.head_host} {self.place.port}"
+                findings.append(Finding(what=what, hint=hint))
+        return seats, findings
+
+    def close(self) -> None:
+        """End the reception. The channels of the nodes that have come stay open."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                connection, _ = self._listener.accept()
+                if not self._free_threads.acquire(blocking=False):
+                    connection.close()
+                    continue
+                threading.Thread(target=self._welcome, args=(connection,), name="paceline-welcome", daemon=True).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Seat a node; whatever else has connected is dropped."""
+        channel = LineChannel(connection)
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        welcomed = _welcome(connection)
-        if welcomed is not None:
-            _seat(meeting, arrived, *welcomed, place=place, head_facts=head_facts)
-    _number(meeting, arrived, num_nodes=place.num_nodes)
-    missing = [node for node in range(1, place.num_nodes) if node not in meeting.members]
-    for node in missing:
-        what = f"node {node} did not come within {wait_seconds:.0f} s"
-        hint = f"is the command running there? On it: nc -vz {place.head_host} {place.port}"
-        meeting.findings.append(Finding(what=what, hint=hint, nodes=(node,)))
-    return meeting
+            message = channel.receive(timeout_seconds=_HELLO_SECONDS)
+            with self._changed:
+                self._seat(message, channel)
+                self._changed.notify()
+        except (OSError, msgspec.ValidationError):
+            channel.close()
+        finally:
+            self._free_threads.release()
+
+    def _seat(self, message: Any, channel: LineChannel) -> None:
+        """Add a node that has come, or end it if that is not possible.
+
+        Raises:
+            msgspec.ValidationError: this is no node.
+            OSError: the node has gone.
+        """
+        protocol, host = (message.get(name) if isinstance(message, dict) else None for name in ("protocol", "host"))
+        if isinstance(protocol, str) and isinstance(host, str) and _HOST_NAME.fullmatch(host) and protocol != PROTOCOL:
+            self._refuse(channel, f"{host} has another version of Paceline", hint="the same version on every node")
+            return
+        hello = msgspec.convert(message, Hello)
+        if not _HOST_NAME.fullmatch(hello.host):
+            raise msgspec.ValidationError("no host name")
+        self._drop_closed()
+        hosts = {0: "the head", **{arrival.hello.node: arrival.hello.host for arrival in self._arrivals}}
+        last = self.place.num_nodes - 1
+        if self._is_complete or len(self._arrivals) == last:
+            end_member(channel, node=None, exit_code=int(MachineError.exit_code), text="all nodes are here already")
+        elif hello.num_nodes != last + 1:
+            what = f"{hello.host} expects {hello.num_nodes} nodes, and the head {last + 1}"
+            self._refuse(channel, what, hint="the same --nodes on every node")
+        elif hello.node is not None and not 0 <= hello.node <= last:
+            what = f"{hello.host} says that it is node {hello.node}, and there are nodes 0 to {last}"
+            self._refuse(channel, what, hint=f"each node its own --node, from 0 to {last}")
+        elif hello.node is not None and hello.node in hosts:
+            what = f"node number {hello.node} came twice: from {hosts[hello.node]} and from {hello.host}"
+            self._refuse(channel, what, hint=f"each node its own --node, from 0 to {last}")
+        else:
+            channel.send({"do": "welcome", "protocol": PROTOCOL})
+            self._arrivals.append(Arrival(hello=hello, channel=channel))
+
+    def _drop_closed(self) -> None:
+        """Free the seats of nodes that have gone, perhaps to be started again."""
+        for arrival in [arrival for arrival in self._arrivals if arrival.channel.is_closed]:
+            arrival.channel.close()
+            self._arrivals.remove(arrival)
+
+    def _refuse(self, channel: LineChannel, what: str, *, hint: str) -> None:
+        self._findings.append(Finding(what=what, hint=hint))
+        end_member(channel, node=None, exit_code=int(MachineError.exit_code), text=what)
+
+    def _number_seats(self) -> dict[int, Arrival]:
+        """Return the nodes by their number. Those without one get the free numbers in the order of arrival."""
+        taken = {arrival.hello.node for arrival in self._arrivals}
+        free = iter([node for node in range(1, self.place.num_nodes) if node not in taken])
+        seats = {
+            next(free) if arrival.hello.node is None else arrival.hello.node: arrival for arrival in self._arrivals
+        }
+        return dict(sorted(seats.items()))
 
 
-def _welcome(connection: socket.socket) -> tuple[Hello, LineChannel] | None:
-    """Return what a node says first; None if something else has connected."""
-    channel = LineChannel(connection)
-    try:
-        hello = msgspec.convert(channel.receive(timeout_seconds=_HELLO_SECONDS), Hello)
-    except (OSError, msgspec.ValidationError):
-        channel.close()
-        return None
-    if hello.protocol != PROTOCOL:
-        channel.close()
-        return None
-    with suppress(OSError):
-        channel.send(PROTOCOL)
-    return hello, channel
-
-
-def _seat(
-    meeting: Meeting,
-    arrived: list[tuple[Hello, LineChannel]],
-    hello: Hello,
-    channel: LineChannel,
-    *,
-    place: NodePlace,
-    head_facts: MachineFacts,
-) -> None:
-    """Add a node that has come, unless its number is taken, or it expects another number of nodes."""
-    hosts = {0: head_facts.host, **{other.node: other.facts.host for other, _ in arrived if other.node is not None}}
-    if hello.num_nodes != place.num_nodes:
-        what = f"{hello.facts.host} expects {hello.num_nodes} nodes, and the head {place.num_nodes}"
-        hint = "the same --nodes on every node"
-    elif hello.node in hosts:
-        what = f"node number {hello.node} came twice: from {hosts[hello.node]} and from {hello.facts.host}"
-        hint = f"each node its own --node, from 0 to {place.num_nodes - 1}"
-    else:
-        arrived.append((hello, channel))
-        return
-    meeting.findings.append(Finding(what=what, hint=hint))
-    end_member(channel, exit_code=int(MachineError.exit_code), text=what)
-
-
-def _number(meeting: Meeting, arrived: list[tuple[Hello, LineChannel]], *, num_nodes: int) -> None:
-    """Give the free numbers to the nodes without one, in the order in which they came."""
-    taken = {hello.node for hello, _ in arrived}
-    free = iter([node for node in range(1, num_nodes) if node not in taken])
-    for hello, channel in arrived:
-        node = next(free) if hello.node is None else hello.node
-        meeting.members[node] = Member(facts=hello.facts, channel=channel)
-    meeting.members = dict(sorted(meeting.members.items()))
-
-
-def _hosts(head_facts: MachineFacts, arrived: list[tuple[Hello, LineChannel]]) -> str:
-    return ", ".join([head_facts.host, *(hello.facts.host for hello, _ in arrived)])
-
-
-def join_head(place: NodePlace, facts: MachineFacts, *, wait_seconds: float) -> LineChannel:
+def join_head(place: NodePlace, *, wait_seconds: float) -> LineChannel:
     """Connect to the head, and introduce this node.
 
     Raises:
-        MachineError: the head can't be reached within `wait_seconds`, or somebody else answers at its port.
+        MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            connection = socket.create_connection((place.head_host, place.port), timeout=3.0)
+            connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
             break
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise _unreachable_head(place, error) from None
             time.sleep(_RETRY_SECONDS)
     channel = LineChannel(connection)
-    hello = Hello(protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, facts=facts)
+    hello = Hello(protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, host=socket.gethostname())
     try:
-        if channel.ask(msgspec.to_builtins(hello), timeout_seconds=_WELCOME_SECONDS) == PROTOCOL:
-            return channel
-        problem: Exception = ChannelClosed("it speaks another protocol")
+        answer = channel.ask(msgspec.to_builtins(hello), timeout_seconds=wait_seconds + _HELLO_SECONDS)
     except OSError as error:
-        problem = error
+        answer = getattr(error, "strerror", None) or str(error)
+    if isinstance(answer, dict) and answer.get("do") == "welcome":
+        return channel
     channel.close()
-    raise lost_head(place, problem)
+    if isinstance(answer, dict) and answer.get("do") == "end":
+        raise MachineError(f"the head sends this node away: {answer.get('text')}.", where=_address(place))
+    problem = f" ({answer})" if isinstance(answer, str) else ""
+    raise MachineError(
+        f"another program than paceline answers at {_address(place)}{problem}.",
+        hint=f"on {place.head_host}: ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
+    )
 
 
-def _unreachable_head(place: NodePlace, error: OSError) -> MachineError:
+def _address(place: NodePlace) -> str:
+    return f"{place.head_host}:{place.port}"
+
+
+def _unreachable_head(place: NodePlace, error: Exception) -> MachineError:
     address = resolve_host(place.head_host)
     known_as = f" ({address})" if address and address != place.head_host else ""
     if not address:
@@ -191,23 +233,15 @@ def _unreachable_head(place: NodePlace, error: OSError) -> MachineError:
             f"the host {place.head_host} has no address.", hint="getent hosts NAME; or its IP address in --nodes"
         )
     return MachineError(
-        f"the head {place.head_host}{known_as}, port {place.port}, can't be reached: {error.strerror or error}.",
-        cause="the command is not running there, or a firewall is in between",
+        f"the head {place.head_host}{known_as}, port {place.port}, can't be reached: "
+        f"{getattr(error, 'strerror', None) or error}.",
+        cause="the command is not running there, it has ended, or a firewall is in between",
         hint=f"nc -vz {place.head_host} {place.port}",
     )
 
 
-def lost_head(place: NodePlace, error: Exception) -> MachineError:
-    """Return the error for a head that has hung up, or that is something else than a head."""
-    text = str(error) if isinstance(error, ChannelClosed) else getattr(error, "strerror", None) or str(error)
-    return MachineError(
-        f"whoever answers at {place.head_host}:{place.port} is no Paceline command, or it was ended: {text}.",
-        hint=f"on {place.head_host}: ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
-    )
-
-
-def end_member(channel: LineChannel, *, exit_code: int, text: str) -> None:
-    """Tell a node that it may end, and with which exit code."""
+def end_member(channel: LineChannel, *, node: int | None, exit_code: int, text: str) -> None:
+    """Tell a node that it may end, with which exit code, and which number it had."""
     with suppress(OSError):
-        channel.send({"do": "end", "exit_code": exit_code, "text": text})
+        channel.send({"do": "end", "node": node, "exit_code": exit_code, "text": text})
     channel.close()

@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 from paceline.nodes.slurm_hosts import expand_hosts
 
 DEFAULT_PORT = 29400
-_NODES = re.compile(r"(?P<count>\d+):(?P<host>\[[^\]]+\]|[^:]+)(:(?P<port>\d+))?")
+_NODES = re.compile(r"(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _FIRST_STEP_PORT, _NUM_STEP_PORTS = 20000, 9000  # below the ports that the kernel gives to others
 _MAX_PORT = 65535
@@ -24,7 +24,7 @@ class NodePlace:
     node: int | None
     """The number of this node; None if the head numbers the nodes in the order in which they arrive."""
     is_extra_task: bool = False
-    """Whether another task on this node stands for the node; then this one has nothing to do."""
+    """Whether another task of srun on this node stands for the node; then this one has nothing to do."""
 
 
 def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) -> NodePlace | None:
@@ -33,14 +33,15 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
     Raises:
         UsageError: the options, or the variables of the step, can't be read or contradict each other.
     """
+    is_extra_task = _is_step(environ) and environ.get("SLURM_LOCALID", "0") != "0"
+    if nodes is None and node is not None:
+        raise UsageError("--node needs --nodes.", hint=f"--nodes N:HOST --node {node}")
     if nodes is None:
-        place = _slurm_place(environ)
-        if place is None and node is not None:
-            raise UsageError("--node needs --nodes.", hint=f"--nodes N:HOST --node {node}")
-        return place
+        return _slurm_place(environ, is_extra_task=is_extra_task) if _is_step(environ) else None
     match = _NODES.fullmatch(nodes)
     if match is None:
-        raise UsageError(f"--nodes {nodes} can't be read.", cause="it is N:HOST or N:HOST:PORT", hint="--nodes 2:host1")
+        cause = "it is N:HOST or N:HOST:PORT, and an IPv6 address is no HOST"
+        raise UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint="--nodes 2:host1")
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     if num_nodes < 1 or not 0 < port <= _MAX_PORT:
         raise UsageError(f"--nodes {nodes}: there must be at least one node, and the port is 1 to {_MAX_PORT}.")
@@ -49,33 +50,35 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         raise UsageError(
             f"this node has the number {number}, but there are {num_nodes} nodes.", hint=f"--node 0 to {num_nodes - 1}"
         )
-    return NodePlace(num_nodes=num_nodes, head_host=match["host"].strip("[]"), port=port, node=number)
+    return NodePlace(num_nodes=num_nodes, head_host=match["host"], port=port, node=number, is_extra_task=is_extra_task)
+
+
+def _is_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process; a batch script has some of the same variables."""
+    return "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ
 
 
 def _own_number(environ: Mapping[str, str]) -> int | None:
     """Return the number that a scheduler gave to this node; None if none did."""
-    is_step = "SLURM_STEP_ID" in environ
-    values = [*([environ.get("SLURM_NODEID", "")] * is_step), *(environ.get(name, "") for name in _NUMBER_VARIABLES)]
+    names = [*(["SLURM_NODEID"] if _is_step(environ) else []), *_NUMBER_VARIABLES]
+    values = [environ.get(name, "") for name in names]
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
-def _slurm_place(environ: Mapping[str, str]) -> NodePlace | None:
-    """Return the place in a step of several nodes that srun started.
+def _slurm_place(environ: Mapping[str, str], *, is_extra_task: bool) -> NodePlace | None:
+    """Return the place in a step of several nodes.
 
     Only the variables of the step are read: a step may have other nodes than its job (`-w`, `--relative`).
 
     Raises:
         UsageError: the variables can't be read.
     """
-    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NODELIST" not in environ:
-        return None
     try:
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
-        node, task = int(environ["SLURM_NODEID"]), int(environ.get("SLURM_LOCALID", "0"))
+        job, step, node = (int(environ[f"SLURM_{name}"]) for name in ("JOB_ID", "STEP_ID", "NODEID"))
     except (KeyError, ValueError) as error:
         raise UsageError(f"srun set variables that can't be read: {error}.", hint="env | grep SLURM_") from None
     if len(hosts) < 2:
         return None
     port = _FIRST_STEP_PORT + (job * 7 + step * 131) % _NUM_STEP_PORTS  # another one for each step of a node
-    return NodePlace(num_nodes=len(hosts), head_host=hosts[0], port=port, node=node, is_extra_task=task > 0)
+    return NodePlace(num_nodes=len(hosts), head_host=hosts[0], port=port, node=node, is_extra_task=is_extra_task)
