@@ -14,7 +14,7 @@ from typing_extensions import override
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, RunError, UsageError
 
-PROCESS_KINDS = ("kill", "raise", "exit", "hang", "stop", "slow")
+PROCESS_KINDS = ("kill", "kill_node", "raise", "exit", "hang", "stop", "slow")
 """Kinds that happen to the process of the rank, at any point."""
 DISK_FULL = "disk_full"
 """The kind that makes each write of a rank fail during a save."""
@@ -142,12 +142,21 @@ class Faults:
     """The faults of one rank in one attempt.
 
     A fault that happens leaves an empty file in its attempt's folder, `attempt_folder`, so that a later attempt knows
-    of it.
+    of it. `command_pid` is the process that started the ranks, which `kill_node` kills too; 0 if it is not known.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int, attempt_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        rank: int,
+        attempt: int,
+        attempt_folder: Path | None = None,
+        command_pid: int = 0,
+    ) -> None:
         self._all = faults
         self._attempt_folder = attempt_folder
+        self._command_pid = command_pid
         self._earlier = [fault for fault in faults if fault.rank == rank and fault.attempt < attempt]
         self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
         self._due_on_any_rank = {(f.point, f.step) for f in faults if f.attempt == attempt}
@@ -173,6 +182,9 @@ class Faults:
             return None
         if fault.kind in PROCESS_KINDS:
             self.mark_injected(fault)
+            if fault.kind == "kill_node" and self._command_pid:
+                with suppress(ProcessLookupError):
+                    os.kill(self._command_pid, signal.SIGKILL)  # which ends the other ranks
             _inject_into_process(fault)
         return fault
 
@@ -220,7 +232,7 @@ class Faults:
 
 
 def _inject_into_process(fault: Fault) -> None:
-    if fault.kind == "kill":
+    if fault.kind in ("kill", "kill_node"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGTERM)

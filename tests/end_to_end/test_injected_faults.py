@@ -1,7 +1,10 @@
 """`--faults`: each kind does what the documentation says, and one that did not happen is an error."""
 
 import json
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
@@ -91,6 +94,25 @@ def test_a_disk_that_is_full_in_the_first_or_the_last_save_ends_the_run(shop: Sh
     latest = shop.path / "run" / "checkpoints" / "latest"
     assert not latest.exists() if step == 4 else latest.read_text().strip() == "step-00000010"
     assert shop.train("run", *WORDS).code == 0
+
+
+def test_a_node_that_is_killed_leaves_nothing_and_the_same_command_resumes(shop: Shop) -> None:
+    words = (*WORDS, "--survive.restarts", "3")
+    assert shop.train("whole", *words).code == 0
+    killed = shop.train("run", *words, "--faults", "kill_node rank=1 step=6")
+    assert killed.code == -9 and "restarted" not in killed.text, killed.text
+    deadline = time.monotonic() + 10
+    while (left := processes_in(shop.path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    ended = shop.train("run", *words, "--faults", "kill_node rank=1 step=6")
+    assert ended.code == 0 and "resumed" in ended.out and shop.digest("run") == shop.digest("whole"), ended.text
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose working folder is this one."""
+    with_folder = [process for process in psutil.process_iter(["cwd", "cmdline"]) if process.info["cwd"] == str(folder)]
+    return [" ".join(process.info["cmdline"]) for process in with_folder]
 
 
 def test_a_slow_rank_only_takes_longer(shop: Shop) -> None:

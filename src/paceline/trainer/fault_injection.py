@@ -1,12 +1,15 @@
 """Injection of faults before a step, also of those that change its numbers: a wrong loss, or a wrong weight."""
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from paceline.config.task import Task
 from paceline.faults import TRAINING_KINDS, Fault, Faults
+from paceline.filesystem.run_lock import lock_holder
+from paceline.launch.agent.launcher_death import launcher_pid
 from paceline.parallel.module_access.tensor_access import local_elements
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.memory_folder import MemoryFolder
@@ -18,8 +21,24 @@ _LOSS_FACTORS = {"nan": math.nan, "spike": _SPIKE_FACTOR}
 
 def open_faults(faults: Sequence[Fault], task: Task, *, rank: int) -> Faults:
     """Return the faults of a rank in this attempt of a run."""
-    attempt_folder = RunFolder(Path(task.run)).attempt_folder(task.attempt)
-    return Faults(faults, rank=rank, attempt=task.attempt, attempt_folder=attempt_folder)
+    run = RunFolder(Path(task.run))
+    return Faults(
+        faults,
+        rank=rank,
+        attempt=task.attempt,
+        attempt_folder=run.attempt_folder(task.attempt),
+        command_pid=command_pid(run.path),
+    )
+
+
+def command_pid(run: Path) -> int:
+    """Return the process that started the ranks of a run on this machine; 0 if it is not known.
+
+    It is torchrun's agent or an MPI program, or else the command that has locked the run folder.
+    """
+    launcher = launcher_pid(os.environ)
+    holder = int(lock_holder(run).get("pid") or 0)
+    return launcher or (holder if holder != os.getpid() else 0)
 
 
 def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: MemoryFolder | None) -> None:

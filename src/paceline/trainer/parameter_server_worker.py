@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from paceline.step.parameter_server.transport import (
 from paceline.step.step_totals import local_counts
 from paceline.step.synchronous import parameter_write_error
 from paceline.torch_internals.private_api import tensor_version
+from paceline.trainer.fault_injection import command_pid
 from paceline.trainer.random_access_reading import random_access_loader
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.prepare import PreparedJob
@@ -131,7 +133,9 @@ class ParameterServerWorker:
         start_number = int(os.environ.get(START_NUMBER, "1"))
         faults = parse_faults(task.faults) if start_number == 1 else ()
         self._start_number = start_number
-        self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
+        self._faults = Faults(
+            faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt, command_pid=command_pid(Path(task.run))
+        )
         self._heartbeat = open_heartbeat(LaunchInfo.read(os.environ).rank, settings)
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:

@@ -20,13 +20,19 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     Returns:
         The previous parent-death signal (0 if none), which `outlive_launcher` restores; None if nothing was changed.
     """
-    parent = os.getppid()
-    if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program_name(parent) not in _MPI_PROGRAMS):
+    parent = launcher_pid(environ)
+    if sys.platform != "linux" or parent is None:
         return None
     previous_signal = ctypes.c_int(0)
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(previous_signal))
     die_with_parent(parent)
     return previous_signal.value
+
+
+def launcher_pid(environ: Mapping[str, str]) -> int | None:
+    """Return the parent process if it is torchrun, or has the name of an MPI program; else None."""
+    parent = os.getppid()
+    return parent if "TORCHELASTIC_RUN_ID" in environ or _program_name(parent) in _MPI_PROGRAMS else None
 
 
 def outlive_launcher(previous_signal: int) -> None:
