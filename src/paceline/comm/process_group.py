@@ -19,6 +19,7 @@ from paceline.console.formatting import plural
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
+from paceline.launch.failures.peer_machines import peer_machines, this_machine
 from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
@@ -146,7 +147,7 @@ class World:
                     hint=hint,
                 ) from error
         _created_groups.append(dist.group.WORLD)
-        return World(
+        world = World(
             rank=launch_info.rank,
             world_size=launch_info.world_size,
             local_rank=launch_info.local_rank,
@@ -156,6 +157,9 @@ class World:
             timeout_seconds=timeout_seconds,
             store=store,
         )
+        if launch_info.local_world_size < launch_info.world_size:
+            peer_machines.record(world.gather_json(this_machine()))
+        return world
 
     def connect_store(self) -> Store:
         """Return the rendezvous store. If `store` is None, connect to the rendezvous address of the environment first.

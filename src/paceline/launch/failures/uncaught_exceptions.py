@@ -22,6 +22,7 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, job_exit_error
 from paceline.filesystem.atomic_files import write_text
 from paceline.launch.failures.failure_record import Failure, current_rank, failure_from_exception
+from paceline.launch.failures.peer_machines import peer_machines
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.failures.stuck_rank import is_timeout
 from paceline.launch.inherited_environment import attempt_folder, own_environ
@@ -167,10 +168,13 @@ def failure_sentence(failure: Failure, scope: ReportScope) -> str:
             return failure.message
         if scope.is_already_reported:
             return f"rank {failure.rank} stopped{step_text} because another rank failed; that rank's output says why"
-        reason = "did not respond in time" if is_timeout(failure) else "failed; that rank's output may say why"
-        return (
-            f"rank {failure.rank} stopped{step_text} because another rank {reason} ({failure.kind}: {failure.message})"
-        )
+        reason = "another rank did not respond in time"
+        if not is_timeout(failure):
+            machine = peer_machines.describe(failure.message)
+            reason = "another rank failed; that rank's output may say why"
+            if machine:
+                reason = f"the connection to {machine} was lost; its output may say why, or the machine is gone"
+        return f"rank {failure.rank} stopped{step_text} because {reason} ({failure.kind}: {failure.message})"
     rank_text = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
     if not scope.prints_all:
         return f"{rank_text or 'this process'}: {failure.kind}: {failure.message}"

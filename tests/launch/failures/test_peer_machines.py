@@ -1,0 +1,35 @@
+"""An error of gloo has the address of a peer, and the message has its host and its ranks."""
+
+import pytest
+
+from paceline.launch.failures.peer_machines import PeerMachines, this_machine
+
+MACHINES = [
+    {"host": "node0", "addresses": ["10.0.0.1"]},
+    {"host": "node1", "addresses": ["192.168.0.2", "10.0.0.2"]},
+    {"host": "node1", "addresses": ["192.168.0.2", "10.0.0.2"]},
+]
+
+
+@pytest.mark.parametrize(("message", "says"), [
+    ("[/torch/pair.cc:547] Connection closed by peer [10.0.0.2]:41718", "node1 (10.0.0.2, ranks 1, 2)"),
+    ("Read error [10.0.0.1]:29500: Connection reset by peer", "node0 (10.0.0.1, rank 0)"),
+    ("Connection closed by peer [10.0.0.9]:1", ""),
+    ("Application timeout caused pair closure", ""),
+])  # fmt: skip
+def test_the_machine_in_a_message(message: str, says: str) -> None:
+    machines = PeerMachines()
+    machines.record(MACHINES)
+    assert machines.describe(message) == says
+    machines.record([])
+    assert machines.describe(message) == ""
+
+
+def test_of_many_ranks_only_the_first_are_named() -> None:
+    machines = PeerMachines()
+    machines.record([{"host": "a", "addresses": ["10.0.0.1"]}] * 16)
+    assert machines.describe("[10.0.0.1]:1") == "a (10.0.0.1, ranks 0, 1, 2, 3, 4, 5, 6, 7, ...)"
+
+
+def test_the_loopback_address_is_that_of_every_machine() -> None:
+    assert all(not address.startswith("127.") for address in this_machine()["addresses"]) and this_machine()["host"]

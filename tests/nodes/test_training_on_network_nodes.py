@@ -1,0 +1,45 @@
+"""A training on two real networks, whose ranks meet by the plain variables of torch."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL_JOB
+from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_nodes
+
+pytestmark = [
+    pytest.mark.one_worker,
+    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root"),
+]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkNodes]:
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "job.py").write_text(SMALL_JOB)
+    with network_nodes(2, folder) as made:
+        yield made
+
+
+def train(nodes: NetworkNodes, run: str, *words: str, port: int) -> list[tuple[int, str]]:
+    """The exit code and the output of the command on each node."""
+    processes = []
+    for node in range(2):
+        environ = {
+            "RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node0",
+            "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-m", "paceline", "train", "job.py", "--run-dir", run, *words]
+        processes.append(nodes.start(node, [*command, "--train.steps", "12"], environ=environ))
+    return [(process.wait(), "\n".join(process.communicate(timeout=120))) for process in processes]
+
+
+def test_the_machine_of_a_lost_rank_is_named(nodes: NetworkNodes, tmp_path: Path) -> None:
+    ended = train(nodes, str(tmp_path / "run"), "--faults", "kill rank=1 step=6", port=29601)
+    assert ended[1][0] == -9 and ended[0][0] == 1, ended
+    says = (
+        "rank 0 stopped at step 6 because the connection to node1 (10.83.0.2, rank 1) was lost; its output may say why"
+    )
+    assert says in ended[0][1], ended
