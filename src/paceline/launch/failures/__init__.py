@@ -9,7 +9,8 @@ Start with `first_failure.py`.
 - `missing_heartbeats.py`: The supervisor's watch for ranks that are alive but send no heartbeat.
 - `oom_detection.py`: Out-of-memory detection: recognises the errors, and finds the phase of the step and the limit that
   was hit.
-- `peer_machines.py`: The machines of the other ranks.
+- `peer_machines.py`: The machines of the other ranks: with them, an error of gloo, which has the address of a peer,
+  names its host.
 - `rank_position.py`: The position of a rank: its step, its process, its stack and its last exchange with other ranks.
 - `single_reporter.py`: Choice of the rank that reports a failure under another launcher: the first failing rank on each
   machine.

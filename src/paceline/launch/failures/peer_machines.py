@@ -1,4 +1,4 @@
-"""The machines of the other ranks. With them, an error of gloo, which has the address of the lost peer, names its host."""
+"""The machines of the other ranks: with them, an error of gloo, which has the address of a peer, names its host."""
 
 import re
 import socket
