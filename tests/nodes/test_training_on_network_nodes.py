@@ -43,3 +43,14 @@ def test_the_machine_of_a_lost_rank_is_named(nodes: NetworkNodes, tmp_path: Path
         "rank 0 stopped at step 6 because the connection to node1 (10.83.0.2, rank 1) was lost; its output may say why"
     )
     assert says in ended[0][1], ended
+
+
+def test_after_a_node_that_did_not_come_the_hint_is_the_doctor(nodes: NetworkNodes, tmp_path: Path) -> None:
+    environ = {
+        "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29602", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    words = ["train", "job.py", "--run-dir", str(tmp_path / "run"), "--train.timeout_seconds", "2"]
+    process = nodes.start(0, [sys.executable, "-W", "ignore", "-m", "paceline", *words], environ=environ)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 3 and "on every node: paceline doctor --nodes 2:node0" in err, err

@@ -136,9 +136,7 @@ class World:
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
                 text_path = captured and captured.save_to_temporary_file(f"paceline-rank-{launch_info.rank}-")
-                cause, hint = explain_open_files(str(error)) or (
-                    "", "paceline train JOB --ranks 1 to see whether one process works",
-                )  # fmt: skip
+                cause, hint = explain_open_files(str(error)) or ("", _hint_for_join(launch_info))
                 raise MachineError(
                     f"rank {launch_info.rank} of {launch_info.world_size} could not join the other ranks: {error}",
                     where=f"{launch_info.address}:{launch_info.port}, backend {backend}"
@@ -344,6 +342,14 @@ class World:
                 object.__setattr__(world, "group", None)
             object.__setattr__(self, "store", None)
             gc.collect()
+
+
+def _hint_for_join(launch_info: LaunchInfo) -> str:
+    """Return what to type after the ranks could not join each other."""
+    if launch_info.local_world_size >= launch_info.world_size:
+        return "paceline train JOB --ranks 1 to see whether one process works"
+    num_nodes = -(-launch_info.world_size // launch_info.local_world_size)
+    return f"on every node: paceline doctor --nodes {num_nodes}:{launch_info.address}, which names what is wrong"
 
 
 _created_groups: list[dist.ProcessGroup | None] = []
