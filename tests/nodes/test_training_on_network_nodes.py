@@ -1,5 +1,7 @@
 """A training on two real networks, whose ranks meet by the plain variables of torch."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkNodes]:
         yield made
 
 
-def train(nodes: NetworkNodes, run: str, *words: str, port: int) -> list[tuple[int, str]]:
-    """The exit code and the output of the command on each node."""
+def train(
+    nodes: NetworkNodes, run: str, *words: str, port: int, hosts: tuple[str, str] = ("", "")
+) -> list[tuple[int, str]]:
+    """The exit code and the output of the command on each node. `hosts` has their /etc/hosts."""
     processes = []
     for node in range(2):
         environ = {
@@ -32,8 +36,24 @@ def train(nodes: NetworkNodes, run: str, *words: str, port: int) -> list[tuple[i
             "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         command = [sys.executable, "-W", "ignore", "-m", "paceline", "train", "job.py", "--run-dir", run, *words]
-        processes.append(nodes.start(node, [*command, "--train.steps", "12"], environ=environ))
+        processes.append(nodes.start(node, [*command, "--train.steps", "12"], environ=environ, hosts=hosts[node]))
     return [(process.wait(), "\n".join(process.communicate(timeout=120))) for process in processes]
+
+
+def test_nodes_whose_own_names_resolve_to_127_0_1_1_train_as_one_machine(nodes: NetworkNodes, tmp_path: Path) -> None:
+    """The default of Debian and Ubuntu, with which gloo alone does not connect."""
+    own = [f"127.0.0.1 localhost\n127.0.1.1 node{node}\n" for node in range(2)]
+    hosts = (f"{own[0]}{nodes.address(1)} node1\n", f"{own[1]}{nodes.address(0)} node0\n")
+    ended = train(nodes, str(tmp_path / "run"), "--train.threads", "1", port=29603, hosts=hosts)
+    assert [code for code, _ in ended] == [0, 0], ended
+    one = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "paceline", "train", "job.py", "--ranks", "2", "--run-dir",
+         str(tmp_path / "one"), "--train.threads", "1", "--train.steps", "12"],
+        cwd=nodes.folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert one.returncode == 0, one.stderr
+    digests = {json.loads((tmp_path / run / "weights.json").read_text())["digest"] for run in ("run", "one")}
+    assert len(digests) == 1
 
 
 def test_the_machine_of_a_lost_rank_is_named(nodes: NetworkNodes, tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from paceline.filesystem.run_lock import is_holder_alive, this_process
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import drop_inherited, mark_rank_variables_as_own
 from paceline.launch.launcher_variables import JoinedWorld, is_loopback
+from paceline.nodes.network_interfaces import interface_towards, resolve_host
 
 _WAIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _INVITATION_FILE = "invitation.json"
 
 
@@ -46,6 +48,8 @@ def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> No
     environ["LOCAL_WORLD_SIZE"] = str(joined.local_world_size)
     if joined.is_one_node and (joined.has_local_ranks or is_loopback(joined.address or "127.0.0.1")):
         _use_loopback(environ)
+    elif joined.address and not joined.is_one_node:
+        _use_reachable_interface(environ, head=joined.address)
     if joined.world_size == 1 or (joined.address and joined.port):
         return
     if not joined.is_one_node:
@@ -68,7 +72,20 @@ def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> No
 def _use_loopback(environ: MutableMapping[str, str]) -> None:
     """Make gloo use the loopback interface: all ranks are on this machine, and no other host needs to reach them."""
     if Path("/sys/class/net/lo").exists():
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environ.setdefault(_GLOO_INTERFACE, "lo")
+
+
+def _use_reachable_interface(environ: MutableMapping[str, str], *, head: str) -> None:
+    """Make gloo use the interface that leads to rank 0, if the own host name does not resolve to an address of it.
+
+    Debian and Ubuntu resolve it to 127.0.1.1. There gloo would listen, and no other machine reaches it.
+    """
+    own_address = resolve_host(socket.gethostname())
+    if environ.get(_GLOO_INTERFACE) or (own_address and not own_address.startswith("127.")):
+        return
+    interface = interface_towards(head)
+    if interface:
+        environ[_GLOO_INTERFACE] = interface
 
 
 def listen_on_free_port() -> socket.socket:

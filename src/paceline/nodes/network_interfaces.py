@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 
 _GET_ADDRESS, _GET_MTU = 0x8915, 0x8921  # SIOCGIFADDR and SIOCGIFMTU of Linux
+_OUTSIDE = "192.0.2.1"  # an address of documentation, which only the default route leads to
 _ANY_PORT = 9  # connecting a datagram socket sends nothing
 
 
@@ -55,6 +56,20 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
+
+
+def interface_towards(host: str) -> str:
+    """Return the interface by which other machines reach this one on the way from a host; empty if it is not clear.
+
+    The route to the host itself may be the loopback interface. Then it is the interface of the default route, or the
+    only one.
+    """
+    interfaces = [interface for interface in list_interfaces() if not interface.is_loopback]
+    for target in (host, _OUTSIDE):
+        name = interface_name(address_towards(target), interfaces)
+        if name:
+            return name
+    return interfaces[0].name if len(interfaces) == 1 else ""
 
 
 def resolve_host(name: str) -> str:
