@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import MachineError, UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.finding import Finding
-from paceline.nodes.link_test import LinkServer, try_link
+from paceline.nodes.link_test import LinkResult, LinkServer, try_link
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.conftest import Shop
@@ -126,7 +126,10 @@ def test_strangers_do_not_hold_up_the_others_and_who_is_missing_is_named(tmp_pat
     start_time = time.monotonic()
     found = nodes.examine(wait_seconds=2)
     assert time.monotonic() - start_time < 20 and sorted(found.facts) == [0, 1]
-    assert said(found) == ["node 2 did not come within 2 s"] and found.exit_code == 3
+    assert (
+        said(found) == [f"node 2 did not come within 2 s; here are the head, {socket.gethostname()}"]
+        and found.exit_code == 3
+    )
     assert nodes.ends == [{"node": 1, "exit_code": 3, "text": "node 0 found a problem"}]
     for stranger in strangers:
         stranger.close()
@@ -139,7 +142,7 @@ def test_while_it_waits_it_says_who_is_here(two: Nodes, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("message", "says"), [
-    ({"node": 0}, "node number 0 came twice: from the head and from fake"),
+    ({"node": 0}, "fake says that it is node 0, and so does the head"),
     ({"node": 9}, "fake says that it is node 9, and there are nodes 0 to 1"),
     ({"num_nodes": 4}, "fake expects 4 nodes, and the head 2"),
     ({"protocol": "paceline-nodes-9"}, "fake has another version of Paceline"),
@@ -177,9 +180,18 @@ def test_a_node_too_many_is_told_so(two: Nodes) -> None:
     assert said(two.examine()) == []
 
 
+def join_as_fake(connection: socket.socket, **changed: Any) -> Any:
+    """Say hello and read the welcome; the requests of the head follow in the returned stream."""
+    stream = connection.makefile("rw")
+    stream.write(hello(**changed).decode())
+    stream.flush()
+    assert "welcome" in stream.readline()
+    return stream
+
+
 def answers(connection: socket.socket, num_answers: int) -> None:
     """Be a member that answers some requests, and then leaves."""
-    stream = connection.makefile("rw")
+    stream = join_as_fake(connection)
     for _ in range(num_answers):
         request = json.loads(stream.readline())
         if request["do"] == "facts":
@@ -195,8 +207,6 @@ def answers(connection: socket.socket, num_answers: int) -> None:
 def test_a_member_that_leaves_at_any_point_is_one_finding(two: Nodes, num_answers: int) -> None:
     def be_member() -> None:
         with socket.create_connection(two.address) as connection:
-            connection.sendall(hello())
-            assert b"welcome" in connection.recv(1000)
             answers(connection, num_answers)
 
     thread = threading.Thread(target=be_member)
@@ -209,9 +219,7 @@ def test_a_member_that_leaves_at_any_point_is_one_finding(two: Nodes, num_answer
 def test_a_member_that_answers_nonsense_ends_nothing(two: Nodes) -> None:
     def be_member() -> None:
         with socket.create_connection(two.address) as connection:
-            connection.sendall(hello())
-            stream = connection.makefile("rw")
-            stream.readline()
+            stream = join_as_fake(connection)
             stream.write('"facts follow"\n{"host": 1}\n')
             stream.flush()
             stream.readline()
@@ -220,12 +228,70 @@ def test_a_member_that_answers_nonsense_ends_nothing(two: Nodes) -> None:
     thread.start()
     (what,) = said(two.examine())
     thread.join()
+    assert what.startswith("node 1 (fake) came, but then left: ")
+
+
+def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.nodes.examination._SHORT_SECONDS", 0.3)
+
+    def be_member() -> None:
+        with socket.create_connection(two.address) as connection:
+            stream = join_as_fake(connection)
+            stream.write('"facts follow"\n')
+            stream.flush()
+            time.sleep(1)
+
+    thread = threading.Thread(target=be_member)
+    thread.start()
+    (what,) = said(two.examine())
+    thread.join()
     assert "only small messages arrive" in what
+
+
+def test_who_is_missing_is_one_finding_and_who_was_sent_away_and_came_again_is_none(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    (what,) = said(nodes.examine(wait_seconds=0.1))
+    assert what == "3 nodes did not come within 0 s; here are the head"
+    nodes = Nodes(tmp_path, 2)
+    with socket.create_connection(nodes.address) as connection:
+        connection.sendall(hello(9, host=socket.gethostname()))
+        assert b"says that it is node 9" in connection.recv(1000)
+    nodes.join(1)
+    assert said(nodes.examine()) == []
+
+
+def test_a_problem_of_the_member_is_its_own_and_not_that_of_the_head(two: Nodes) -> None:
+    def fail() -> Any:
+        raise PermissionError(13, "Permission denied", "METADATA")
+
+    def run() -> None:
+        with pytest.raises(MachineError) as caught:
+            take_part(replace(two.place, node=1), read_facts=fail, run_folder=two.folder, wait_seconds=5)
+        two.ends.append(caught.value.what)
+
+    two.threads.append(threading.Thread(target=run))
+    two.threads[0].start()
+    (what,) = said(two.examine())
+    assert what.startswith("node 1") and "came, but then left" in what
+    assert two.ends == ["this machine can't answer node 0: [Errno 13] Permission denied: 'METADATA'."]
+
+
+def test_a_link_that_was_slow_once_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy processor makes one ping long."""
+    results = [
+        LinkResult(ping_seconds=0.024, bytes_per_second=9e8),
+        LinkResult(ping_seconds=1e-4, bytes_per_second=8e8),
+    ]
+    monkeypatch.setattr("paceline.nodes.link_test._try_once", lambda *_, **__: results.pop(0))
+    assert not try_link(("127.0.0.1", 1), stream_seconds=0.1).is_slow and results == []
 
 
 def test_a_head_that_ends_is_an_error_of_the_member(two: Nodes) -> None:
     two.join(1)
-    while not two.reception._arrivals:
+    deadline = time.monotonic() + 10
+    while not two.reception._arrivals and time.monotonic() < deadline:
         time.sleep(0.01)
     two.reception._arrivals[0].channel.close()
     two.threads[0].join()

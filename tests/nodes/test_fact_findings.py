@@ -19,7 +19,7 @@ def machine(number: int = 0, **changed: Any) -> MachineFacts:
     )  # fmt: skip
     values: dict[str, Any] = {
         "host": f"host{number}", "address": address, "interfaces": interfaces,
-        "host_address": address, "python": "3.12.1", "packages": {"torch": "2.13.0", "numpy": "2.1.0"}, "code": {},
+        "host_address": address, "is_host_address_own": True, "python": "3.12.1", "packages": {"torch": "2.13.0", "numpy": "2.1.0"}, "code": {},
         "data": {}, "variables": {}, "interface_variables": {}, "vector_unit": "AVX-512", "gpus": "", "gpu_driver": "",
         "cores": 8, "free_shared_memory": 8 * GIB, "free_disk": 100 * GIB, "open_files": 65536,
     }  # fmt: skip
@@ -35,17 +35,17 @@ def test_sound_machines_give_no_finding() -> None:
     ({"python": "3.11.2"}, "python differs: 3.12.1 on nodes 0, 2, 3.11.2 on node 1", ()),
     ({"packages": {"torch": "2.12.0"}}, "torch differs: 2.13.0 on nodes 0, 2, 2.12.0 on node 1; so does numpy", ()),
     ({"packages": {"numpy": "2.1.0"}}, "torch differs: 2.13.0 on nodes 0, 2, unset on node 1", ()),
-    ({"vector_unit": "AVX2"}, "vector unit differs: AVX-512 on nodes 0, 2, AVX2 on node 1", (1,)),
     ({"gpus": "7 x H100", "gpu_driver": "570.1"}, "GPUs differs: none on nodes 0, 2, 7 x H100 on node 1", (1,)),
     ({"variables": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: unset on nodes 0, 2, Ring on node 1", ()),
     ({"data": {"data": "2 files, b"}}, "data differs: unset on nodes 0, 2, 2 files, b on node 1", ()),
+    ({"host_address": "", "interfaces": (), "address": ""}, "node 1 (host1): its own name resolves to nothing", (1,)),
     ({"free_shared_memory": 64 << 20}, "node 1 (host1): /dev/shm has 64.0 MiB free", (1,)),
     ({"free_disk": 5 << 20}, "node 1 (host1): 5.0 MiB are free where the run folder is", (1,)),
     ({"open_files": 256}, "node 1 (host1): a process may open only 256 files", (1,)),
-    ({"host_address": ""}, "node 1 (host1): its own name resolves to nothing", (1,)),
-    ({"host_address": "127.0.1.1"}, "node 1 (host1): its own name resolves to 127.0.1.1, where gloo would listen", (1,)),
     ({"interface_variables": {"NCCL_SOCKET_IFNAME": "ib"}},
      "node 1 (host1): NCCL_SOCKET_IFNAME=ib, but there is only lo, eth0", (1,)),
+    ({"interface_variables": {"GLOO_SOCKET_IFNAME": "eth0,eth1"}},
+     "node 1 (host1): GLOO_SOCKET_IFNAME=eth0,eth1, but there is only lo, eth0", (1,)),
     ({"interface_variables": {"GLOO_SOCKET_IFNAME": "lo"}},
      "node 1 (host1): GLOO_SOCKET_IFNAME=lo, but no other node reaches that interface", (1,)),
     ({"interface_variables": {"GLOO_SOCKET_IFNAME": "^docker0"}},
@@ -67,8 +67,37 @@ def test_other_packages_and_files_that_the_training_may_not_use_are_notes() -> N
     notes = judge_facts(nodes)
     assert [note.what.partition(" differs")[0] for note in notes] == ["ipython", "scratch.py"]
     assert all(note.is_note for note in notes)
-    (finding,) = judge_facts({0: machine(0, code=code), 1: machine(1, code={**code, "job.py": "missing"})})
+    (finding, missing) = judge_facts({0: machine(0, code=code), 1: machine(1, code={**code, "job.py": "missing"})})
     assert not finding.is_note and finding.what == "job.py differs: a on node 0, missing on node 1"
+    assert missing.what == "node 1 (host1): job.py is missing"
+
+
+@pytest.mark.parametrize("digest", ["missing", "can't be read (Permission denied)"])
+def test_what_the_user_named_must_be_there_even_if_it_is_missing_everywhere(digest: str) -> None:
+    for named in ({"code": {"job.py": digest}}, {"data": {"data": digest}}):
+        (finding,) = judge_facts({0: machine(0, **named), 1: machine(1, **named)})
+        assert finding.what.startswith("nodes 0, 1: ") and digest in finding.what and not finding.is_note
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"host_address": ""}, "its own name resolves to nothing; gloo would listen where no other node reaches it"),
+    ({"host_address": "127.0.1.1"}, "its own name resolves to 127.0.1.1; gloo would listen"),
+    ({"host_address": "8.8.8.8", "is_host_address_own": False},
+     "its own name resolves to 8.8.8.8, which is no address of it; gloo would listen"),
+])  # fmt: skip
+def test_a_name_that_leads_elsewhere_is_a_note_because_paceline_train_repairs_it(
+    changed: dict[str, Any], says: str
+) -> None:
+    (finding,) = judge_facts({0: machine(0), 1: machine(1, **changed), 2: machine(2)})
+    assert finding.is_note and finding.what.startswith(f"node 1 (host1): {says}")
+    assert finding.hint.startswith("export GLOO_SOCKET_IFNAME=eth0")
+
+
+def test_another_vector_unit_is_a_note_unless_the_user_has_chosen_the_kernels() -> None:
+    (note,) = judge_facts({0: machine(0), 1: machine(1, vector_unit="AVX2")})
+    assert note.is_note and note.what == "vector unit differs: AVX-512 on node 0, AVX2 on node 1"
+    chosen = {"variables": {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
+    assert judge_facts({0: machine(0, **chosen), 1: machine(1, vector_unit="AVX2", **chosen)}) == []
 
 
 def test_of_gpus_only_those_that_are_there_are_compared() -> None:
@@ -105,8 +134,8 @@ def test_what_is_unknown_is_no_finding() -> None:
 
 
 def test_of_two_machines_none_is_to_blame() -> None:
-    (finding,) = judge_facts({0: machine(0), 1: machine(1, vector_unit="AVX2")})
-    assert finding.nodes == ()
+    (finding,) = judge_facts({0: machine(0), 1: machine(1, gpus="8 x H100", gpu_driver="570.1")})
+    assert finding.nodes == () and not finding.is_note
 
 
 def test_a_clock_that_is_off_is_named() -> None:
@@ -116,7 +145,7 @@ def test_a_clock_that_is_off_is_named() -> None:
 
 @pytest.mark.parametrize(("variable", "value"), [
     ("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "=eth0"), ("NCCL_SOCKET_IFNAME", "^docker0,lo"),
-    ("GLOO_SOCKET_IFNAME", "eth0"), ("GLOO_SOCKET_IFNAME", "eth1,eth0"),
+    ("GLOO_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "eth1,eth0"),
 ])  # fmt: skip
 def test_a_variable_that_names_the_right_interface_is_no_finding(variable: str, value: str) -> None:
     assert judge_facts({0: machine(0), 1: machine(1, interface_variables={variable: value})}) == []

@@ -25,7 +25,7 @@ def test_good_links_give_no_finding() -> None:
 
 def test_a_node_that_nobody_reaches_is_one_finding() -> None:
     (finding,) = judge_links(links({(0, 1): DEAD, (2, 1): DEAD}), HOSTS)
-    assert finding.what == "all links of node 1 (host1): no answer to a connection" and finding.nodes == (1,)
+    assert finding.what == "all links to node 1 (host1): no answer to a connection" and finding.nodes == (1,)
     assert "firewall" in finding.hint
     slow = {(0, 1): SLOW, (2, 1): SLOW, (1, 0): SLOW, (1, 2): SLOW}
     assert told(slow) == ["all links of node 1 (host1): slow: 2.0 MiB/s, ping 0.1 ms"]
@@ -37,7 +37,12 @@ def test_two_bad_nodes_are_two_findings_and_so_is_a_node_that_reaches_nobody() -
     walls = [MeasuredLink(source=s, target=t, result=DEAD if t in (1, 2) else GOOD) for s, t in pairs]
     assert [finding.nodes for finding in judge_links(walls, hosts)] == [(1,), (2,)]
     mute = [MeasuredLink(source=s, target=t, result=DEAD if s == 3 else GOOD) for s, t in pairs]
-    assert [finding.nodes for finding in judge_links(mute, hosts)] == [(3,)]
+    assert [finding.what[:20] for finding in judge_links(mute, hosts)] == ["all links from node 3"[:20]]
+
+
+def test_of_three_nodes_the_head_is_not_blamed_for_the_walls_of_the_others() -> None:
+    walls = {(0, 1): DEAD, (2, 1): DEAD, (0, 2): DEAD, (1, 2): DEAD}
+    assert [finding.nodes for finding in judge_links(links(walls), HOSTS)] == [(1,), (2,)]
 
 
 def test_a_pair_is_one_finding_and_nobody_is_blamed() -> None:

@@ -37,7 +37,8 @@ def train(
         }  # fmt: skip
         command = [sys.executable, "-W", "ignore", "-m", "paceline", "train", "job.py", "--run-dir", run, *words]
         processes.append(nodes.start(node, [*command, "--train.steps", "12"], environ=environ, hosts=hosts[node]))
-    return [(process.wait(), "\n".join(process.communicate(timeout=120))) for process in processes]
+    outputs = ["\n".join(process.communicate(timeout=60)) for process in processes]
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def test_nodes_whose_own_names_resolve_to_127_0_1_1_train_as_one_machine(nodes: NetworkNodes, tmp_path: Path) -> None:
@@ -59,9 +60,7 @@ def test_nodes_whose_own_names_resolve_to_127_0_1_1_train_as_one_machine(nodes: 
 def test_the_machine_of_a_lost_rank_is_named(nodes: NetworkNodes, tmp_path: Path) -> None:
     ended = train(nodes, str(tmp_path / "run"), "--faults", "kill rank=1 step=6", port=29601)
     assert ended[1][0] == -9 and ended[0][0] == 1, ended
-    says = (
-        "rank 0 stopped at step 6 because the connection to node1 (10.83.0.2, rank 1) was lost; its output may say why"
-    )
+    says = "rank 0 stopped at step 6 because the connection to node1 (10.83.0.2, rank 1) was lost; the output there may say why"
     assert says in ended[0][1], ended
 
 
@@ -73,4 +72,4 @@ def test_after_a_node_that_did_not_come_the_hint_is_the_doctor(nodes: NetworkNod
     words = ["train", "job.py", "--run-dir", str(tmp_path / "run"), "--train.timeout_seconds", "2"]
     process = nodes.start(0, [sys.executable, "-W", "ignore", "-m", "paceline", *words], environ=environ)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 3 and "on every node: paceline doctor --nodes 2:node0" in err, err
+    assert process.returncode == 3 and "on every node: paceline doctor --nodes N:node0" in err, err

@@ -20,7 +20,7 @@ from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.failures.peer_machines import peer_machines, this_machine
-from paceline.launch.inherited_environment import LISTEN_FD, own_environ
+from paceline.launch.inherited_environment import LISTEN_FD, attempt_folder, own_environ
 
 Op = Literal["sum", "max", "min"]
 # torch 2.13 has new names for these two functions and warns about the old names, which are the only ones in 2.11.
@@ -155,7 +155,7 @@ class World:
             timeout_seconds=timeout_seconds,
             store=store,
         )
-        if launch_info.local_world_size < launch_info.world_size:
+        if attempt_folder(os.environ) is None:  # another launcher may have started ranks on several machines
             peer_machines.record(world.gather_json(this_machine()))
         return world
 
@@ -348,7 +348,10 @@ def _hint_for_join(launch_info: LaunchInfo) -> str:
     """Return what to type after the ranks could not join each other."""
     if launch_info.local_world_size >= launch_info.world_size:
         return "paceline train JOB --ranks 1 to see whether one process works"
-    num_nodes = -(-launch_info.world_size // launch_info.local_world_size)
+    environ = own_environ(os.environ)
+    if "SLURM_STEP_ID" in environ:
+        return "srun --ntasks-per-node=1 paceline doctor, which names what is wrong"
+    num_nodes = environ.get("GROUP_WORLD_SIZE", "N")
     return f"on every node: paceline doctor --nodes {num_nodes}:{launch_info.address}, which names what is wrong"
 
 

@@ -30,7 +30,7 @@ def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
         return 0, None, ""
     if place is None or place.num_nodes == 1:
         code = _code_files(options.job)
-        if any(not path.is_file() for path in code.values()):
+        if code and not next(iter(code.values())).is_file():
             hint = "the path of the job, as seen from this folder"
             raise UsageError(f"{options.job} does not exist in {Path.cwd()}.", hint=hint)
         facts = _read_facts(options, code, head_host=_LOOPBACK)
@@ -72,7 +72,7 @@ def _code_files(job: str | None) -> dict[str, Path]:
     path = Path((job or "").partition(":")[0])
     if path.suffix != ".py":
         return {}
-    others = sorted(path.parent.glob("*.py"))[:_MAX_CODE_FILES]
+    others = [file for file in sorted(path.parent.glob("*.py"))[:_MAX_CODE_FILES] if file.is_file()]
     return {file.name: file for file in [path, *others]}
 
 

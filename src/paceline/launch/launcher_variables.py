@@ -15,7 +15,7 @@ _COMMAND_BY_LAUNCHER = {
     "srun": "srun --ntasks {world}",
 }
 _BACKEND_OPTION = "--rdzv-backend=paceline"
-_BACKEND_VARIABLE = "PACELINE_TORCHRUN_BACKEND"  # set by `torchrun/startup/sitecustomize.py`, which can't import this
+USES_BACKEND = "PACELINE_TORCHRUN_BACKEND"  # set by `torchrun/startup/sitecustomize.py`, which can't import this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def _torchrun(environ: Mapping[str, str]) -> JoinedWorld | None:
     world = _read_world(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH_NAMES)
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     options = (
-        *((_BACKEND_OPTION,) if _BACKEND_VARIABLE in environ else ()),
+        *((_BACKEND_OPTION,) if USES_BACKEND in environ else ()),
         *((f"--max-restarts {restarts}",) if restarts.isdecimal() and int(restarts) else ()),
     )
     return world and replace(world, torchrun_options=options)

@@ -20,7 +20,7 @@ from paceline.filesystem.run_lock import is_holder_alive, this_process
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import drop_inherited, mark_rank_variables_as_own
 from paceline.launch.launcher_variables import JoinedWorld, is_loopback
-from paceline.nodes.network_interfaces import interface_towards, resolve_host
+from paceline.nodes.network_interfaces import interface_towards, is_own_address, resolve_host
 
 _WAIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
@@ -76,12 +76,14 @@ def _use_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def _use_reachable_interface(environ: MutableMapping[str, str], *, head: str) -> None:
-    """Make gloo use the interface that leads to rank 0, if the own host name does not resolve to an address of it.
+    """Make gloo use the interface that leads to rank 0, if others don't reach the address of the own host name.
 
-    Debian and Ubuntu resolve it to 127.0.1.1. There gloo would listen, and no other machine reaches it.
+    Debian and Ubuntu resolve it to 127.0.1.1, where gloo would listen. If it is no address of this machine, gloo would
+    listen at 127.0.0.1.
     """
     own_address = resolve_host(socket.gethostname())
-    if environ.get(_GLOO_INTERFACE) or (own_address and not own_address.startswith("127.")):
+    is_reachable = bool(own_address) and not own_address.startswith("127.") and is_own_address(own_address)
+    if environ.get(_GLOO_INTERFACE) or is_reachable:
         return
     interface = interface_towards(head)
     if interface:

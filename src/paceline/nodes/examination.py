@@ -27,7 +27,7 @@ from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
 
 _NUM_CLOCK_READINGS = 5
 _STREAM_SECONDS = 0.2
-_SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 300.0
+_SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
 _FOLLOWS = "facts follow"  # a small message before a large one
 
@@ -78,11 +78,12 @@ def examine_nodes(
     """Examine all nodes as the head: wait for them, compare them, test their links, and end them with one exit code."""
     seats, findings = reception.wait(wait_seconds=wait_seconds, report=report)
     head = _Head(seats, facts)
+    probe = RunFolderProbe(run_folder)  # before others look into the folder: NFS remembers for a while what is missing
     try:
         head.read_facts()
         skews = head.measure_skews()
         links = head.test_links()
-        findings += head.check_run_folder(run_folder)
+        findings += head.check_run_folder(run_folder, probe)
         left = {node: machine for node, machine in head.facts.items() if node == 0 or node in head.channels}
         links = [link for link in links if link.source in left and link.target in left]
         findings += judge_links(links, {node: machine.host for node, machine in left.items()})
@@ -94,6 +95,7 @@ def examine_nodes(
         head.end(examination)
         return examination
     finally:
+        probe.remove()
         head.close()
 
 
@@ -106,29 +108,17 @@ def take_part(
         MachineError: the head can't be reached, refuses this node, or has ended.
     """
     channel = join_head(place, wait_seconds=wait_seconds)
-    servers: list[LinkServer] = []
+    member = _Member(channel, read_facts=read_facts, run_folder=run_folder)
     try:
         while True:
             request = channel.receive(timeout_seconds=None)
-            kind = request["do"]
-            if kind == "end":
+            if request["do"] == "end":
                 return {"node": request["node"], "exit_code": int(request["exit_code"]), "text": str(request["text"])}
-            if kind == "facts":
-                facts = msgspec.to_builtins(read_facts())
-                channel.send(_FOLLOWS)
-                channel.send(facts)
-            elif kind == "serve":
-                servers.append(LinkServer(channel.own_address))
-                channel.send(servers[-1].address)
-            elif kind == "try":
-                host, port = request["address"]
-                result = try_link((str(host), int(port)), stream_seconds=_STREAM_SECONDS)
-                channel.send(msgspec.to_builtins(result))
-            elif kind == "look":
-                channel.send(look_for_probe(run_folder, str(request["name"])))
-            else:
-                channel.send(time.time())
+            for answer in member.answer(request):
+                channel.send(answer)
     except (OSError, KeyError, TypeError, ValueError) as error:
+        if member.error is not None:
+            raise member.error from None
         raise MachineError(
             f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}.",
             where=f"{place.head_host}:{place.port}",
@@ -136,7 +126,42 @@ def take_part(
         ) from None
     finally:
         channel.close()
-        for server in servers:
+        member.close()
+
+
+class _Member:
+    """The answers of a member to the requests of the head."""
+
+    def __init__(self, channel: LineChannel, *, read_facts: Callable[[], MachineFacts], run_folder: Path) -> None:
+        self.error: MachineError | None = None
+        """The error of this machine itself that ended its part."""
+        self._channel = channel
+        self._read_facts = read_facts
+        self._run_folder = run_folder
+        self._servers: list[LinkServer] = []
+
+    def answer(self, request: Mapping[str, Any]) -> list[Any]:
+        """Return the messages that answer a request. A problem of this machine is kept in `error`, and raised."""
+        kind = request["do"]
+        try:
+            if kind == "facts":
+                return [_FOLLOWS, msgspec.to_builtins(self._read_facts())]
+            if kind == "serve":
+                self._servers.append(LinkServer(self._channel.own_address))
+                return [self._servers[-1].address]
+        except (OSError, ValueError) as error:
+            self.error = MachineError(f"this machine can't answer node 0: {error}.")
+            raise
+        if kind == "try":
+            host, port = request["address"]
+            return [msgspec.to_builtins(try_link((str(host), int(port)), stream_seconds=_STREAM_SECONDS))]
+        if kind == "look":
+            return [look_for_probe(self._run_folder, str(request["name"]))]
+        return [time.time()]
+
+    def close(self) -> None:
+        """End the link servers."""
+        for server in self._servers:
             server.close()
 
 
@@ -160,10 +185,12 @@ class _Head:
             try:
                 answer = self.channels[node].receive(timeout_seconds=_SHORT_SECONDS)
                 self.facts[node] = msgspec.convert(answer, MachineFacts)
-            except (OSError, msgspec.ValidationError):
+            except TimeoutError:
                 what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
                 hint = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
                 self._lose(node, Finding(what=what, hint=hint, nodes=(node,)))
+            except (OSError, msgspec.ValidationError) as error:
+                self._lose(node, self._left(node, str(error)))
         for node in [node for node in self.channels if node not in self.facts]:
             self._lose(node, self._left(node, "it sent no facts"))
         self.facts = dict(sorted(self.facts.items()))
@@ -222,15 +249,11 @@ class _Head:
                 return None
         return MeasuredLink(source=source, target=target, result=result)
 
-    def check_run_folder(self, folder: Path) -> list[Finding]:
-        """Check that all nodes can write the run folder, and see there what this node writes."""
-        probe = RunFolderProbe(folder)
-        try:
-            if probe.problem:
-                return _write_findings({0: probe.problem}, self._hosts, folder)
-            answers = self._ask_all({"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS)
-        finally:
-            probe.remove()
+    def check_run_folder(self, folder: Path, probe: RunFolderProbe) -> list[Finding]:
+        """Check that all nodes can write the run folder, and see there the file of this node."""
+        if probe.problem:
+            return _write_findings({0: probe.problem}, self._hosts, folder)
+        answers = self._ask_all({"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS)
         blind = [node for node, answer in answers.items() if isinstance(answer, list) and answer[:1] == [False]]
         problems = {node: str(answer[1]) for node, answer in answers.items() if isinstance(answer, list) and answer[1:]}
         found = _write_findings(problems, self._hosts, folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.console.formatting import first_names, format_size
 from paceline.nodes.finding import Finding, format_nodes
-from paceline.nodes.machine_facts import MachineFacts
+from paceline.nodes.machine_facts import MISSING, UNREADABLE, MachineFacts
 
 Facts = Mapping[int, MachineFacts]
 """The facts of each node, by its number."""
@@ -16,6 +16,7 @@ MIN_SHARED_MEMORY, MIN_DISK, MIN_OPEN_FILES = 64 << 20, 1 << 30, 1024
 _MAX_SKEW_SECONDS = 1.0
 _MAX_NAMES = 4
 _UNSET = "unset"
+_KERNELS = {"MKL_CBWR", "ATEN_CPU_CAPABILITY"}  # with which the user chooses the kernels of all nodes
 _COMPUTING_PACKAGES = ("torch", "paceline", "numpy", "triton", "transformers", "safetensors", "msgspec")
 _COMPUTING_PREFIXES = ("nvidia-", "torch")
 
@@ -55,9 +56,10 @@ _COMPARISONS = (
     _Comparison(read=lambda facts: facts.data, hint="the same data on every node"),
     _Comparison(read=lambda facts: facts.variables, hint="the same value on every node, or none"),
     _Comparison(
-        read=lambda facts: {"vector unit": facts.vector_unit},
-        hint="nodes of one kind, or export MKL_CBWR=AVX2 on every node",
+        read=lambda facts: {} if facts.variables.keys() >= _KERNELS else {"vector unit": facts.vector_unit},
+        hint="for equal bits: nodes of one kind, or export MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 on every node",
         is_of_machine=True,
+        is_note=True,
     ),
     _Comparison(read=lambda facts: {"GPUs": facts.gpus or "none"}, hint="nodes of one kind", is_of_machine=True),
     _Comparison(
@@ -81,6 +83,7 @@ class _Problem:
     what: str
     hint: str
     badness: float = 0.0
+    is_note: bool = False
 
 
 def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> list[Finding]:
@@ -100,7 +103,8 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
         name = "this machine" if len(facts) == 1 else format_nodes(nodes)
         host = f" ({facts[nodes[0]].host})" if len(nodes) == 1 else ""
         worst = max(problems.values(), key=lambda problem: problem.badness)
-        found.append(Finding(what=f"{name}{host}: {worst.what}", hint=hint, nodes=tuple(nodes)))
+        what = f"{name}{host}: {worst.what}"
+        found.append(Finding(what=what, hint=hint, nodes=tuple(nodes), is_note=worst.is_note))
     return found
 
 
@@ -151,20 +155,39 @@ def _problems_of_machine(facts: MachineFacts, *, skew: float, is_alone: bool) ->
         what = f"the clock is {skew:+.1f} s off that of the other nodes; torchrun compares clocks to find dead nodes"
         hint = "chronyc makestep (in a container: on the machine below it)"
         problems.append(_Problem(kind="clock", what=what, hint=hint, badness=abs(skew)))
-    return [*problems, *_problems_of_resources(facts)]
+    return [*problems, *_problems_of_files(facts), *_problems_of_resources(facts)]
+
+
+def _problems_of_files(facts: MachineFacts) -> list[_Problem]:
+    """Return which of the files and folders that the user named are not there."""
+    named = [*list(facts.code.items())[:1], *facts.data.items()]
+    return [
+        _Problem(kind=name, what=f"{name} is missing", hint="the path, as seen from the folder of the command")
+        if digest == MISSING
+        else _Problem(kind=name, what=f"{name} {digest}", hint="its owner and its mount")
+        for name, digest in named
+        if digest == MISSING or digest.startswith(UNREADABLE)
+    ]
 
 
 def _problems_of_name(facts: MachineFacts) -> list[_Problem]:
-    """Return what makes gloo listen at an address that no other node reaches."""
-    if "GLOO_SOCKET_IFNAME" in facts.interface_variables:
+    """Return what makes gloo listen at an address that no other node reaches.
+
+    Paceline's own ranks then use the interface that leads to rank 0, so this is a note if there is one.
+    """
+    if "GLOO_SOCKET_IFNAME" in facts.interface_variables or facts.address.startswith("127."):
         return []
-    hint = f"export GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'}, or the right address in its /etc/hosts"
+    what = ""
     if not facts.host_address:
-        return [_Problem(kind="no name", what="its own name resolves to nothing", hint=hint)]
-    if not facts.host_address.startswith("127.") or facts.address.startswith("127."):
+        what = "its own name resolves to nothing"
+    elif facts.host_address.startswith("127.") or not facts.is_host_address_own:
+        kind = "" if facts.host_address.startswith("127.") else ", which is no address of it"
+        what = f"its own name resolves to {facts.host_address}{kind}"
+    if not what:
         return []
-    what = f"its own name resolves to {facts.host_address}, where gloo would listen, and no other node reaches it"
-    return [_Problem(kind="name", what=what, hint=hint)]
+    what += "; gloo would listen where no other node reaches it"
+    hint = f"export GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'} (paceline train does it by itself)"
+    return [_Problem(kind="name", what=what, hint=hint, is_note=bool(facts.interface))]
 
 
 def _interface_problem(variable: str, value: str, facts: MachineFacts, *, is_alone: bool) -> str:
@@ -184,7 +207,8 @@ def _interface_problem(variable: str, value: str, facts: MachineFacts, *, is_alo
         for interface in facts.interfaces
         if (interface.name in asked if is_exact else interface.name.startswith(tuple(asked)))
     ]
-    if not matching:
+    missing = [name for name in asked if is_exact and name not in [interface.name for interface in facts.interfaces]]
+    if not matching or (missing and variable.startswith("GLOO")):
         return f"there is only {', '.join(interface.name for interface in facts.interfaces)}"
     is_only_loopback = all(interface.is_loopback for interface in matching)
     if is_only_loopback and not is_alone and not facts.address.startswith("127."):

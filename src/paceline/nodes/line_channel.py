@@ -1,5 +1,6 @@
 """A connection between two nodes that carries JSON values, one in each line."""
 
+import errno
 import json
 import select
 import socket
@@ -8,6 +9,7 @@ import time
 from typing import Any
 
 _MAX_BYTES = 4 << 20
+_PAUSE_SECONDS = 0.1
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that vanishes is noticed after 30 s
 
 
@@ -82,3 +84,15 @@ class LineChannel:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+def accept_connection(listener: socket.socket) -> socket.socket | None:
+    """Return the next connection; None if the listener was closed. Other errors, such as too many open files, pass."""
+    while listener.fileno() >= 0:
+        try:
+            return listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EINVAL):  # after `shutdown`
+                break
+            time.sleep(_PAUSE_SECONDS)
+    return None

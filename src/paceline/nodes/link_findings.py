@@ -38,25 +38,25 @@ def judge_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list
         if len(bad) == len(links) > 2:
             found.append(Finding(what=f"every link: {_describe(problem, bad)}", hint=hint))
             continue
-        bad_nodes = [node for node in hosts if _is_bad_node(node, bad, links)]
-        for node in bad_nodes:
-            own = [link for link in bad if node in (link.source, link.target)]
-            text = f"all links of node {node} ({hosts[node]}): {_describe(problem, own)}"
+        targets = [node for node in hosts if _are_all_bad([link for link in links if link.target == node], bad)]
+        others = [link for link in links if link.target not in targets]
+        sources = [node for node in hosts if _are_all_bad([link for link in others if link.source == node], bad)]
+        for node in dict.fromkeys([*targets, *sources]):
+            to_node = [link for link in bad if link.target == node and node in targets]
+            from_node = [link for link in bad if link.source == node and node in sources]
+            direction = "of" if to_node and from_node else "to" if to_node else "from"
+            text = f"all links {direction} node {node} ({hosts[node]}): {_describe(problem, [*to_node, *from_node])}"
             found.append(Finding(what=text, hint=hint, nodes=(node,)))
-        rest = [link for link in bad if link.source not in bad_nodes and link.target not in bad_nodes]
-        for ends in dict.fromkeys(frozenset((link.source, link.target)) for link in rest):
-            own = [link for link in rest if ends == {link.source, link.target}]
+        rest = [link for link in bad if link.source not in sources and link.target not in targets]
+        for pair in dict.fromkeys(frozenset((link.source, link.target)) for link in rest):
+            own = [link for link in rest if pair == {link.source, link.target}]
             found.append(Finding(what=f"{_name_pair(own, hosts)}: {_describe(problem, own)}", hint=hint))
     return found
 
 
-def _is_bad_node(node: int, bad: Sequence[MeasuredLink], links: Sequence[MeasuredLink]) -> bool:
-    """Return whether all links to a node, or all links from it, are bad. Of two nodes, none is to blame."""
-    for end in ("target", "source"):
-        num_links = sum(getattr(link, end) == node for link in links)
-        if num_links > 1 and num_links == sum(getattr(link, end) == node for link in bad):
-            return True
-    return False
+def _are_all_bad(links: Sequence[MeasuredLink], bad: Sequence[MeasuredLink]) -> bool:
+    """Return whether all of these links are bad; a single one says nothing about its ends."""
+    return len(links) > 1 and all(link in bad for link in links)
 
 
 def _name_pair(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> str:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import msgspec
 
+from paceline.nodes.line_channel import accept_connection
+
 _PING, _STREAM, _DONE = b"p", b"s", b"d"
 _LENGTH_BYTES = 8
 _NUM_PINGS = 10
@@ -48,10 +50,8 @@ class LinkServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the listener was closed
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=_answer, args=(connection,), name="paceline-link", daemon=True).start()
+        while (connection := accept_connection(self._listener)) is not None:
+            threading.Thread(target=_answer, args=(connection,), name="paceline-link", daemon=True).start()
 
 
 def _answer(connection: socket.socket) -> None:
@@ -77,7 +77,8 @@ def try_link(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:
     if not result.is_slow:
         return result
     again = _try_once(address, stream_seconds=stream_seconds)
-    return again if again.problem or again.bytes_per_second > result.bytes_per_second else result
+    is_better = not again.is_slow or again.bytes_per_second > result.bytes_per_second  # a broken link is not slow
+    return again if is_better else result
 
 
 def _try_once(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:

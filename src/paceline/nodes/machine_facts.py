@@ -18,21 +18,23 @@ from paceline.nodes.network_interfaces import (
     Interface,
     address_towards,
     interface_name,
+    is_own_address,
     list_interfaces,
     resolve_host,
 )
 
 COMPARED_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG", "GLOO_DEVICE_TRANSPORT", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO",
-    "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET",
-    "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "GLOO_DEVICE_TRANSPORT", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_CROSS_NIC", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
+    "NCCL_NET", "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHASHSEED", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
 )  # fmt: skip
 """The environment variables that change the bits of a result, or how ranks talk to each other."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _VECTOR_UNITS = (("avx512f", "AVX-512"), ("avx2", "AVX2"))  # the widest first; they choose the kernels
 _GPU_FOLDER = Path("/proc/driver/nvidia")
 UNKNOWN = -1
+MISSING, UNREADABLE = "missing", "can't be read"
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: tuple[Interface, ...]
     host_address: str
     """What its own name resolves to; empty if to nothing."""
+    is_host_address_own: bool
     python: str
     packages: dict[str, str]
     """The version of each installed package."""
@@ -82,11 +85,13 @@ def read_machine_facts(
 ) -> MachineFacts:
     """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them."""
     host = socket.gethostname()
+    host_address = resolve_host(host)
     return MachineFacts(
         host=host,
         address=address_towards(head_host),
         interfaces=tuple(list_interfaces()),
-        host_address=resolve_host(host),
+        host_address=host_address,
+        is_host_address_own=bool(host_address) and is_own_address(host_address),
         python=platform.python_version(),
         packages=_package_versions(),
         code={name: _file_digest(path) for name, path in code.items()},
@@ -109,7 +114,7 @@ def _package_versions() -> dict[str, str]:
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
         if name:
-            versions.setdefault(name, distribution.version)
+            versions.setdefault(name, distribution.version or "unknown")
     return versions
 
 
@@ -117,9 +122,9 @@ def _file_digest(path: Path) -> str:
     try:
         return sha256(path.read_bytes()).hexdigest()[:12]
     except FileNotFoundError:
-        return "missing"
+        return MISSING
     except OSError as error:
-        return f"can't be read ({error.strerror})"
+        return f"{UNREADABLE} ({error.strerror})"
 
 
 def _folder_digest(path: Path) -> str:
@@ -130,9 +135,9 @@ def _folder_digest(path: Path) -> str:
         files = sorted(entry for entry in path.rglob("*") if entry.is_file())
         lines = [os.fsencode(file.relative_to(path)) + f" {file.stat().st_size}".encode() for file in files]
         digest = sha256(b"\n".join(lines)).hexdigest()[:12]
-        return f"{len(files)} files, {digest}" if path.is_dir() else "missing"
+        return f"{len(files)} files, {digest}" if path.is_dir() else MISSING
     except OSError as error:
-        return f"can't be read ({error.strerror})"
+        return f"{UNREADABLE} ({error.strerror})"
 
 
 def _vector_unit() -> str:

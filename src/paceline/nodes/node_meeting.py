@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
+from paceline.console.formatting import plural
 from paceline.errors import MachineError, UsageError
-from paceline.nodes.finding import Finding
-from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.finding import Finding, format_nodes
+from paceline.nodes.line_channel import LineChannel, accept_connection
 from paceline.nodes.network_interfaces import is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
@@ -82,7 +83,7 @@ class Reception:
         self._listener = listener
         self.place = place
         self._arrivals: list[Arrival] = []
-        self._findings: list[Finding] = []
+        self._refusals: dict[str, Finding] = {}  # of nodes that were sent away, by their host
         self._is_complete = False
         self._changed = threading.Condition()
         self._free_threads = threading.Semaphore(_MAX_STRANGERS + place.num_nodes)
@@ -100,12 +101,15 @@ class Reception:
                     names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
                     report(f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}")
             self._is_complete = True
-            seats, findings = self._number_seats(), list(self._findings)
-        for node in range(1, self.place.num_nodes):
-            if node not in seats and not findings:
-                what = f"node {node} did not come within {wait_seconds:.0f} s"
-                hint = f"is the command running there? On it: nc -vz {self.place.head_host} {self.place.port}"
-                findings.append(Finding(what=what, hint=hint))
+            seats, findings = self._number_seats(), list(self._refusals.values())
+        missing = [node for node in range(1, self.place.num_nodes) if node not in seats]
+        if missing and not findings:  # else somebody was sent away
+            are_numbered = any(arrival.hello.node is not None for arrival in seats.values())
+            names = format_nodes(missing) if are_numbered else plural(len(missing), "node")
+            here = ", ".join(["the head", *(arrival.hello.host for arrival in seats.values())])
+            what = f"{names} did not come within {wait_seconds:.0f} s; here are {here}"
+            hint = f"is the command running there? On it: nc -vz {self.place.head_host} {self.place.port}"
+            findings.append(Finding(what=what, hint=hint))
         return seats, findings
 
     def close(self) -> None:
@@ -115,13 +119,11 @@ class Reception:
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the listener was closed
-            while True:
-                connection, _ = self._listener.accept()
-                if not self._free_threads.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._welcome, args=(connection,), name="paceline-welcome", daemon=True).start()
+        while (connection := accept_connection(self._listener)) is not None:
+            if not self._free_threads.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._welcome, args=(connection,), name="paceline-welcome", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
         """Seat a node; whatever else has connected is dropped."""
@@ -145,7 +147,7 @@ class Reception:
         """
         protocol, host = (message.get(name) if isinstance(message, dict) else None for name in ("protocol", "host"))
         if isinstance(protocol, str) and isinstance(host, str) and _HOST_NAME.fullmatch(host) and protocol != PROTOCOL:
-            self._refuse(channel, f"{host} has another version of Paceline", hint="the same version on every node")
+            self._refuse(channel, host, "has another version of Paceline", hint="the same version on every node")
             return
         hello = msgspec.convert(message, Hello)
         if not _HOST_NAME.fullmatch(hello.host):
@@ -156,17 +158,18 @@ class Reception:
         if self._is_complete or len(self._arrivals) == last:
             end_member(channel, node=None, exit_code=int(MachineError.exit_code), text="all nodes are here already")
         elif hello.num_nodes != last + 1:
-            what = f"{hello.host} expects {hello.num_nodes} nodes, and the head {last + 1}"
-            self._refuse(channel, what, hint="the same --nodes on every node")
+            what = f"expects {hello.num_nodes} nodes, and the head {last + 1}"
+            self._refuse(channel, hello.host, what, hint="the same --nodes on every node")
         elif hello.node is not None and not 0 <= hello.node <= last:
-            what = f"{hello.host} says that it is node {hello.node}, and there are nodes 0 to {last}"
-            self._refuse(channel, what, hint=f"each node its own --node, from 0 to {last}")
+            what = f"says that it is node {hello.node}, and there are nodes 0 to {last}"
+            self._refuse(channel, hello.host, what, hint=f"each node its own --node, from 0 to {last}")
         elif hello.node is not None and hello.node in hosts:
-            what = f"node number {hello.node} came twice: from {hosts[hello.node]} and from {hello.host}"
-            self._refuse(channel, what, hint=f"each node its own --node, from 0 to {last}")
+            what = f"says that it is node {hello.node}, and so does {hosts[hello.node]}"
+            self._refuse(channel, hello.host, what, hint=f"each node its own --node, from 0 to {last}")
         else:
             channel.send({"do": "welcome", "protocol": PROTOCOL})
             self._arrivals.append(Arrival(hello=hello, channel=channel))
+            self._refusals.pop(hello.host, None)  # it was typed again
 
     def _drop_closed(self) -> None:
         """Free the seats of nodes that have gone, perhaps to be started again."""
@@ -174,9 +177,9 @@ class Reception:
             arrival.channel.close()
             self._arrivals.remove(arrival)
 
-    def _refuse(self, channel: LineChannel, what: str, *, hint: str) -> None:
-        self._findings.append(Finding(what=what, hint=hint))
-        end_member(channel, node=None, exit_code=int(MachineError.exit_code), text=what)
+    def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:
+        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint)
+        end_member(channel, node=None, exit_code=int(MachineError.exit_code), text=f"{host} {problem}")
 
     def _number_seats(self) -> dict[int, Arrival]:
         """Return the nodes by their number. Those without one get the free numbers in the order of arrival."""

@@ -1,6 +1,7 @@
 """The check that the run folder can be written, and that all nodes see the same one."""
 
 import os
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -30,7 +31,7 @@ class RunFolderProbe:
     def remove(self) -> None:
         """Remove the file, and the folders that were created for it."""
         with suppress(OSError):
-            (self._folder / self.name).unlink()
+            (self._folder / self.name).unlink(missing_ok=True)
             for path in self._created:
                 path.rmdir()
 
@@ -45,7 +46,7 @@ def look_for_probe(folder: Path, name: str) -> tuple[bool, str]:
         time.sleep(_POLL_SECONDS)
     if not _is_there(path):
         return False, ""
-    own = folder / f"{path.name}-{socket.gethostname()}-{os.getpid()}"
+    own = folder / f"{path.name}-{secrets.token_hex(8)}"
     try:
         own.write_text("x")
         own.unlink()

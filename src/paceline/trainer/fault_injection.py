@@ -2,14 +2,20 @@
 
 import math
 import os
+import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from paceline.config.task import Task
+from paceline.errors import UsageError
 from paceline.faults import TRAINING_KINDS, Fault, Faults
-from paceline.filesystem.run_lock import lock_holder
+from paceline.filesystem.run_lock import is_holder_alive, lock_holder
 from paceline.launch.agent.launcher_death import launcher_pid
+from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.launcher_variables import USES_BACKEND
 from paceline.parallel.module_access.tensor_access import local_elements
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.memory_folder import MemoryFolder
@@ -27,18 +33,31 @@ def open_faults(faults: Sequence[Fault], task: Task, *, rank: int) -> Faults:
         rank=rank,
         attempt=task.attempt,
         attempt_folder=run.attempt_folder(task.attempt),
-        command_pid=command_pid(run.path),
+        command_pid=command_pid(faults, run.path),
     )
 
 
-def command_pid(run: Path) -> int:
-    """Return the process that started the ranks of a run on this machine; 0 if it is not known.
+def command_pid(faults: Sequence[Fault], run: Path) -> int:
+    """Return the process that `kill_node` kills besides the rank: the command that started the ranks on this machine.
 
-    It is torchrun's agent or an MPI program, or else the command that has locked the run folder.
+    It is 0 if no fault needs it.
+
+    Raises:
+        UsageError: a fault needs it, and it is not known.
     """
+    if not any(fault.kind == "kill_node" for fault in faults):
+        return 0
+    holder = lock_holder(run)
+    if attempt_folder(os.environ) is not None and is_holder_alive(holder) and holder["host"] == socket.gethostname():
+        return int(holder["pid"])
     launcher = launcher_pid(os.environ)
-    holder = int(lock_holder(run).get("pid") or 0)
-    return launcher or (holder if holder != os.getpid() else 0)
+    if launcher is None:
+        raise UsageError(
+            "kill_node does not know which process has started the ranks.",
+            cause="neither paceline, nor torchrun, nor an MPI program has started them",
+            hint='--faults "kill rank=1 step=50"',
+        )
+    return psutil.Process(launcher).ppid() if USES_BACKEND in os.environ else launcher
 
 
 def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: MemoryFolder | None) -> None:

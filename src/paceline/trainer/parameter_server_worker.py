@@ -133,9 +133,8 @@ class ParameterServerWorker:
         start_number = int(os.environ.get(START_NUMBER, "1"))
         faults = parse_faults(task.faults) if start_number == 1 else ()
         self._start_number = start_number
-        self._faults = Faults(
-            faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt, command_pid=command_pid(Path(task.run))
-        )
+        pid = command_pid(faults, Path(task.run))
+        self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt, command_pid=pid)
         self._heartbeat = open_heartbeat(LaunchInfo.read(os.environ).rank, settings)
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:

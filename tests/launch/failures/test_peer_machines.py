@@ -1,5 +1,7 @@
 """An error of gloo has the address of a peer, and the message has its host and its ranks."""
 
+import socket
+
 import pytest
 
 from paceline.launch.failures.peer_machines import PeerMachines, this_machine
@@ -14,6 +16,7 @@ MACHINES = [
 @pytest.mark.parametrize(("message", "says"), [
     ("[/torch/pair.cc:547] Connection closed by peer [10.0.0.2]:41718", "node1 (10.0.0.2, ranks 1, 2)"),
     ("Read error [10.0.0.1]:29500: Connection reset by peer", "node0 (10.0.0.1, rank 0)"),
+    ("SocketImpl(fd=3, addr=[10.0.0.1]:1, remote=[10.0.0.2]:2): timed out", "node1 (10.0.0.2, ranks 1, 2)"),
     ("Connection closed by peer [10.0.0.9]:1", ""),
     ("Application timeout caused pair closure", ""),
 ])  # fmt: skip
@@ -23,6 +26,12 @@ def test_the_machine_in_a_message(message: str, says: str) -> None:
     assert machines.describe(message) == says
     machines.record([])
     assert machines.describe(message) == ""
+
+
+def test_this_machine_itself_is_not_named() -> None:
+    machines = PeerMachines()
+    machines.record([{"host": socket.gethostname(), "addresses": ["10.0.0.1"]}, MACHINES[1]])
+    assert machines.describe("Connection closed by peer [10.0.0.1]:1") == ""
 
 
 def test_of_many_ranks_only_the_first_are_named() -> None:

@@ -26,10 +26,13 @@ class PeerMachines:
             self._hosts.update(dict.fromkeys(machine["addresses"], machine["host"]))
 
     def describe(self, message: str) -> str:
-        """Return the machine whose address an error message contains; empty if there is none."""
-        for address in _ADDRESS.findall(message):
+        """Return the machine whose address an error message contains last, unless it is this one; empty without any.
+
+        The message of a failed connection may contain this machine's own address before that of the peer.
+        """
+        for address in reversed(_ADDRESS.findall(message)):
             host = self._hosts.get(address)
-            if host is not None:
+            if host is not None and host != socket.gethostname():
                 ranks = self._ranks[host]
                 more = ", ..." if len(ranks) > _MAX_RANKS else ""
                 names = ", ".join(map(str, ranks[:_MAX_RANKS])) + more

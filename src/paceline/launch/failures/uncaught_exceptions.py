@@ -173,7 +173,7 @@ def failure_sentence(failure: Failure, scope: ReportScope) -> str:
             machine = peer_machines.describe(failure.message)
             reason = "another rank failed; that rank's output may say why"
             if machine:
-                reason = f"the connection to {machine} was lost; its output may say why, or the machine is gone"
+                reason = f"the connection to {machine} was lost; the output there may say why, or the machine is gone"
         return f"rank {failure.rank} stopped{step_text} because {reason} ({failure.kind}: {failure.message})"
     rank_text = f"rank {failure.rank}" if int(own_environ(os.environ).get("WORLD_SIZE", 1)) > 1 else ""
     if not scope.prints_all:
