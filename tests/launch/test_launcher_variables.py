@@ -198,7 +198,11 @@ def test_ranks_meet_whatever_wraps_them(monkeypatch: pytest.MonkeyPatch) -> None
         ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host"}, False),
     ],
 )
-def test_ranks_of_one_machine_listen_on_loopback_alone(environ: dict[str, str], lo: bool) -> None:
+def test_ranks_of_one_machine_listen_on_loopback_alone(
+    environ: dict[str, str], lo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meet, "resolve_host", lambda _: "10.0.0.1")
+    monkeypatch.setattr(meet, "is_own_address", lambda _: True)
     joined = detect_world({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", **environ})
     assert joined is not None
     found: dict[str, str] = {}
@@ -207,3 +211,22 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(environ: dict[str, str], 
     kept = {"GLOO_SOCKET_IFNAME": "eth7"}
     meet.adopt_launcher_variables(joined, kept)
     assert kept["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize(("own_address", "is_own", "interface", "found"), [
+    ("10.0.0.1", True, "eth0", None), ("127.0.1.1", True, "eth0", "eth0"), ("", False, "eth0", "eth0"),
+    ("8.8.8.8", False, "eth0", "eth0"), ("127.0.1.1", True, "", None),
+])  # fmt: skip
+def test_across_machines_gloo_listens_where_others_reach_it(
+    own_address: str, is_own: bool, interface: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, gloo listens at the address of the own host name."""
+    monkeypatch.setattr(meet, "resolve_host", lambda _: own_address)
+    monkeypatch.setattr(meet, "is_own_address", lambda _: is_own)
+    monkeypatch.setattr(meet, "interface_towards", lambda head: interface if head == "host" else "wrong")
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    joined = detect_world({**ranks, "MASTER_ADDR": "host", "MASTER_PORT": "1"})
+    assert joined is not None
+    environ: dict[str, str] = {}
+    meet.adopt_launcher_variables(joined, environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == found

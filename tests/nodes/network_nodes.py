@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NETWORK = "10.83.0"
+ENVIRON = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}  # where `ip` and `tc` are
 _START = """
 hostname "$NODE_HOST"
 mount --bind "$NODE_HOSTS" /etc/hosts
@@ -22,11 +23,13 @@ exec "$@"
 
 def can_make_nodes() -> bool:
     """Whether this process may make network namespaces."""
-    if os.geteuid() != 0 or not all(shutil.which(name) for name in ("ip", "tc", "unshare")):
+    if os.geteuid() != 0 or not all(shutil.which(name, path=ENVIRON["PATH"]) for name in ("ip", "tc", "unshare")):
         return False
     probe = f"paceline-probe-{os.getpid()}"
-    is_made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "delete", probe], capture_output=True, check=False)
+    is_made = (
+        subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False, env=ENVIRON).returncode == 0
+    )
+    subprocess.run(["ip", "netns", "delete", probe], capture_output=True, check=False, env=ENVIRON)
     return is_made
 
 
@@ -51,7 +54,11 @@ class NetworkNodes:
 
     def mac(self, node: int) -> str:
         shown = subprocess.run(
-            ["ip", "-n", self.space(node), "-json", "link", "show", "eth0"], check=True, capture_output=True, text=True
+            ["ip", "-n", self.space(node), "-json", "link", "show", "eth0"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=ENVIRON,
         )
         return str(json.loads(shown.stdout)[0]["address"])
 
@@ -78,9 +85,11 @@ class NetworkNodes:
                 process.kill()
                 process.wait()
         for space in [*(self.space(node) for node in range(self.count)), self.bridge]:
-            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
-            subprocess.run(["kill", "-9", *pids.split()], capture_output=True, check=False)
-            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+            pids = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False, env=ENVIRON
+            ).stdout
+            subprocess.run(["kill", "-9", *pids.split()], capture_output=True, check=False, env=ENVIRON)
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False, env=ENVIRON)
 
     def start(
         self,
@@ -103,7 +112,7 @@ class NetworkNodes:
         inside = ["ip", "netns", "exec", self.space(node), "unshare", "--uts", "--mount", "--propagation", "private"]
         process = subprocess.Popen(
             [*inside, "sh", "-c", _START, "sh", *command],
-            env={**os.environ, **variables, **(environ or {})},
+            env={**ENVIRON, **variables, **(environ or {})},
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,24 +123,26 @@ class NetworkNodes:
 
     def run_inside(self, node: int, *command: str) -> None:
         """Run a command in a node's network."""
-        subprocess.run(["ip", "netns", "exec", self.space(node), *command], check=True, capture_output=True)
+        subprocess.run(
+            ["ip", "netns", "exec", self.space(node), *command], check=True, capture_output=True, env=ENVIRON
+        )
 
     def slow(self, node: int, rate: str) -> None:
         """Limit a node's link in both directions."""
         shape = ["root", "tbf", "rate", rate, "burst", "32768", "latency", "50ms"]
         self.run_inside(node, "tc", "qdisc", "replace", "dev", "eth0", *shape)
         inside = ["ip", "netns", "exec", self.bridge]
-        subprocess.run([*inside, "tc", "qdisc", "replace", "dev", f"port{node}", *shape], check=True)
+        subprocess.run([*inside, "tc", "qdisc", "replace", "dev", f"port{node}", *shape], check=True, env=ENVIRON)
 
     def fast(self, node: int) -> None:
         """End the limit of `slow`."""
         self.run_inside(node, "tc", "qdisc", "del", "dev", "eth0", "root")
         inside = ["ip", "netns", "exec", self.bridge]
-        subprocess.run([*inside, "tc", "qdisc", "del", "dev", f"port{node}", "root"], check=True)
+        subprocess.run([*inside, "tc", "qdisc", "del", "dev", f"port{node}", "root"], check=True, env=ENVIRON)
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    subprocess.run(["ip", *words], check=True, capture_output=True, env=ENVIRON)
 
 
 @contextmanager

@@ -4,25 +4,21 @@ Every finding names the node, and one trouble gives one finding.
 """
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nodes.network_nodes import NETWORK, NetworkNodes, can_make_nodes, ip, network_nodes
+from tests.nodes.network_nodes import ENVIRON, NETWORK, NetworkNodes, can_make_nodes, ip, network_nodes
 
 pytestmark = [
     pytest.mark.one_worker,
-    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root: the other tests use loopback"),
+    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root: test_examination.py uses loopback"),
 ]
 PORT = 29455
 
@@ -227,7 +223,7 @@ def examine(nodes: NetworkNodes, plant: Plant) -> tuple[dict[str, Any], dict[int
 @pytest.mark.parametrize("name", PLANTS)
 def test_it_is_named_once_and_every_node_ends_alike(nodes: NetworkNodes, name: str) -> None:
     plant = PLANTS[name]
-    if name.startswith("a firewall") and shutil.which("iptables") is None:
+    if name.startswith("a firewall") and shutil.which("iptables", path=ENVIRON["PATH"]) is None:
         pytest.skip("iptables is not installed")
     plant.before(nodes)
     try:
@@ -258,27 +254,3 @@ def test_without_a_number_they_are_numbered_as_they_come(nodes: NetworkNodes) ->
     found = json.loads(outs[0])
     assert found["nodes"]["0"]["host"] == "node0"
     assert sorted(found["nodes"][node]["host"] for node in ("1", "2")) == ["node1", "node2"]
-
-
-def test_a_stranger_at_the_port_of_the_head_is_named(tmp_path: Path) -> None:
-    """On loopback: a program listens there that says nothing sensible."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-
-        def answer() -> None:
-            connection, _ = stranger.accept()
-            with connection:
-                connection.recv(100)
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        command = [sys.executable, "-m", "paceline", "doctor", "--nodes", f"2:127.0.0.1:{port}"]
-        ended = subprocess.run(
-            [*command, "--node", "1"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
-            env=dict(os.environ),
-        )  # fmt: skip
-        assert ended.returncode == 3 and "another program than paceline answers" in ended.stderr, ended.stderr
-        head = subprocess.run(
-            [*command, "--node", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
-        )
-    assert head.returncode == 3 and "can't listen on port" in head.stderr and "ss -ltnp" in head.stderr, head.stderr

@@ -1,7 +1,10 @@
 """The meeting of nodes and the examination, over real sockets on loopback."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -372,3 +375,27 @@ def test_a_task_of_srun_that_is_not_the_first_of_its_node_does_nothing(shop: Sho
     }  # fmt: skip
     ended = shop.run("doctor", environ=step)
     assert ended.code == 0 and ended.out.strip() == "", ended.text
+
+
+def test_a_stranger_at_the_port_of_the_head_is_named(tmp_path: Path) -> None:
+    """On loopback: a program listens there that says nothing sensible."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        command = [sys.executable, "-m", "paceline", "doctor", "--nodes", f"2:127.0.0.1:{port}"]
+        ended = subprocess.run(
+            [*command, "--node", "1"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+            env=dict(os.environ),
+        )  # fmt: skip
+        assert ended.returncode == 3 and "another program than paceline answers" in ended.stderr, ended.stderr
+        head = subprocess.run(
+            [*command, "--node", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        )
+    assert head.returncode == 3 and "can't listen on port" in head.stderr and "ss -ltnp" in head.stderr, head.stderr
