@@ -228,6 +228,7 @@ SOAK = [
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[another job file]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[another number of nodes]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[another version of torch]",
+    "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[a switch with smaller packets]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[few open files]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[its own name is nothing]",
     "nodes/test_doctor_finds_planted_troubles.py::test_it_is_named_once_and_every_node_ends_alike[the head's own name is 127.0.1.1]",
