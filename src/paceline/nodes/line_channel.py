@@ -6,6 +6,7 @@ import select
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 _MAX_BYTES = 4 << 20
@@ -96,3 +97,10 @@ def accept_connection(listener: socket.socket) -> socket.socket | None:
                 break
             time.sleep(_PAUSE_SECONDS)
     return None
+
+
+def close_listener(listener: socket.socket) -> None:
+    """Close a listening socket, and end an `accept_connection` that waits in another thread."""
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()

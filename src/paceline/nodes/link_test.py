@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.nodes.line_channel import accept_connection
+from paceline.nodes.line_channel import accept_connection, close_listener
 
 _PING, _STREAM, _DONE = b"p", b"s", b"d"
 _LENGTH_BYTES = 8
@@ -45,9 +45,7 @@ class LinkServer:
 
     def close(self) -> None:
         """End the server."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+        close_listener(self._listener)
 
     def _accept(self) -> None:
         while (connection := accept_connection(self._listener)) is not None:

@@ -18,7 +18,7 @@ import msgspec
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, UsageError
 from paceline.nodes.finding import Finding, format_nodes
-from paceline.nodes.line_channel import LineChannel, accept_connection
+from paceline.nodes.line_channel import LineChannel, accept_connection, close_listener
 from paceline.nodes.network_interfaces import is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
@@ -114,9 +114,7 @@ class Reception:
 
     def close(self) -> None:
         """End the reception. The channels of the nodes that have come stay open."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+        close_listener(self._listener)
 
     def _accept(self) -> None:
         while (connection := accept_connection(self._listener)) is not None:
