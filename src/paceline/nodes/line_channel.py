@@ -61,15 +61,16 @@ class LineChannel:
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._received:
-            self._connection.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise TimeoutError("timed out")
+            self._connection.settimeout(remaining)
             data = self._connection.recv(1 << 16)
             if not data:
                 raise ChannelError("the connection was closed")
             self._received += data
             if len(self._received) > _MAX_BYTES:
                 raise ChannelError("a line is too long")
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError("timed out")
         line, _, self._received = self._received.partition(b"\n")
         try:
             return json.loads(line)
