@@ -18,7 +18,7 @@ import pytest
 from paceline.errors import MachineError, UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.finding import Finding
-from paceline.nodes.link_test import LinkResult, LinkServer, try_link
+from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.conftest import Shop
@@ -287,7 +287,7 @@ def test_a_link_that_was_slow_once_is_not_slow(monkeypatch: pytest.MonkeyPatch) 
         LinkResult(ping_seconds=0.024, bytes_per_second=9e8),
         LinkResult(ping_seconds=1e-4, bytes_per_second=8e8),
     ]
-    monkeypatch.setattr("paceline.nodes.link_test._try_once", lambda *_, **__: results.pop(0))
+    monkeypatch.setattr("paceline.nodes.link_measurement._try_once", lambda *_, **__: results.pop(0))
     assert not try_link(("127.0.0.1", 1), stream_seconds=0.1).is_slow and results == []
 
 
@@ -331,7 +331,7 @@ def test_a_link_is_measured_and_a_closed_port_is_refused() -> None:
 
 
 def test_a_link_on_which_nothing_comes_back_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.nodes.link_test._TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.nodes.link_measurement._TIMEOUT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         result = try_link(silent.getsockname(), stream_seconds=0.02)
     assert result.problem.startswith("connected, then nothing")

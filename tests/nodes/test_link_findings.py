@@ -2,7 +2,7 @@
 
 from paceline.nodes.examination import disjoint_pairs
 from paceline.nodes.link_findings import MeasuredLink, judge_links
-from paceline.nodes.link_test import LinkResult
+from paceline.nodes.link_measurement import LinkResult
 
 HOSTS = {node: f"host{node}" for node in range(3)}
 GOOD = LinkResult(ping_seconds=1e-4, bytes_per_second=1e9)

@@ -8,8 +8,8 @@ Start with `examination.py`.
 - `line_channel.py`: A connection between two nodes that carries JSON values, one in each line.
 - `link_findings.py`: Judgement of the links between nodes: one finding for a node that no other one reaches, else one
   for each pair.
-- `link_test.py`: The test of a link between two nodes: a connection to a port that the kernel chose, pings, and a
-  stream.
+- `link_measurement.py`: The measurement of a link between two nodes: a connection to a port that the kernel chose,
+  pings, and a stream.
 - `machine_facts.py`: The facts of a machine before a training, by which the machines of a run are compared.
 - `network_interfaces.py`: The network interfaces of this machine, asked from the kernel.
 - `node_meeting.py`: The meeting of nodes: the head listens, the others connect, and each gets a number.

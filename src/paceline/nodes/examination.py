@@ -19,7 +19,7 @@ from paceline.nodes.fact_findings import judge_facts
 from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
-from paceline.nodes.link_test import LinkResult, LinkServer, try_link
+from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
 from paceline.nodes.machine_facts import MachineFacts
 from paceline.nodes.node_meeting import Arrival, Reception, end_member, join_head
 from paceline.nodes.node_place import NodePlace

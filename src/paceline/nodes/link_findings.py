@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.nodes.finding import Finding
-from paceline.nodes.link_test import LinkResult
+from paceline.nodes.link_measurement import LinkResult
 
 _HINTS = (
     ("refused", "a firewall rejects: open the ports above 1024 between the nodes"),

@@ -1,4 +1,4 @@
-"""The test of a link between two nodes: a connection to a port that the kernel chose, pings, and a stream.
+"""The measurement of a link between two nodes: a connection to a port that the kernel chose, pings, and a stream.
 
 gloo and NCCL connect in the same way, so a firewall that would stop them stops the test too.
 """
