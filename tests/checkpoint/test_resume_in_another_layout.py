@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.commands import ckpt
-from paceline.launch.launcher import KERNELS_VARIABLE
+from paceline.launch.launch_environment import KERNELS_VARIABLE
 from tests.conftest import Shop
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
 from paceline.errors import ResumeError
-from paceline.launch.launcher import KERNELS_VARIABLE
+from paceline.launch.launch_environment import KERNELS_VARIABLE
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
 

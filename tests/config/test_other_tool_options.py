@@ -27,7 +27,7 @@ def test_what_is_to_be_typed_is_there(name: str) -> None:
         (("--per-device-train-batch-size", "4"), "--train.micro_batch_size 4"),
         (("--lr", "0.1"), "--job.lr 0.1"),
         (("--bf16",), "--train.precision bf16"),
-        (("--nnodes", "2"), "torchrun --nnodes 2"),
+        (("--nnodes", "2"), "--nodes 2:HOST"),
         (("--local-rank=0",), "leave --local-rank out"),
         (("--gpus", "8"), "--ranks 8"),
         (("--tensor-parallel-size", "2"), "--layout tp=2"),

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.checkpoint.resume_checks import check_identity
 from paceline.errors import ResumeError
-from paceline.launch.launcher import KERNELS_VARIABLE
+from paceline.launch.launch_environment import KERNELS_VARIABLE
 from tests.conftest import SMALL_JOB, Ended, Shop
 
 WORDS = ("--train.exact", "--train.micro_batch_size", "3", "--watch.to", "jsonl")

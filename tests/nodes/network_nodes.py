@@ -3,9 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,6 +134,27 @@ class NetworkNodes:
         self.run_inside(node, "tc", "qdisc", "replace", "dev", "eth0", *shape)
         inside = ["ip", "netns", "exec", self.bridge]
         subprocess.run([*inside, "tc", "qdisc", "replace", "dev", f"port{node}", *shape], check=True, env=ENVIRON)
+
+    def cut(self, node: int) -> None:
+        """Make a node's network silent: what it sends and what is sent to it vanishes."""
+        ip("-n", self.bridge, "link", "set", f"port{node}", "nomaster")
+
+    def mend(self, node: int) -> None:
+        """End the silence of `cut`."""
+        ip("-n", self.bridge, "link", "set", f"port{node}", "master", "bridge0")
+
+    def pids(self, node: int) -> list[int]:
+        """The processes that run on a node."""
+        shown = subprocess.run(
+            ["ip", "netns", "pids", self.space(node)], capture_output=True, text=True, check=True, env=ENVIRON
+        )
+        return [int(pid) for pid in shown.stdout.split()]
+
+    def kill(self, node: int) -> None:
+        """Kill all processes of a node at once, as a crash of the machine would."""
+        for pid in self.pids(node):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def fast(self, node: int) -> None:
         """End the limit of `slow`."""

@@ -20,7 +20,7 @@ def machine(number: int = 0, **changed: Any) -> MachineFacts:
     values: dict[str, Any] = {
         "host": f"host{number}", "address": address, "interfaces": interfaces,
         "host_address": address, "is_host_address_own": True, "python": "3.12.1", "packages": {"torch": "2.13.0", "numpy": "2.1.0"}, "code": {},
-        "data": {}, "variables": {}, "interface_variables": {}, "vector_unit": "AVX-512", "gpus": "", "gpu_driver": "",
+        "data": {}, "command": {}, "variables": {}, "interface_variables": {}, "vector_unit": "AVX-512", "gpus": "", "gpu_driver": "",
         "cores": 8, "free_shared_memory": 8 * GIB, "free_disk": 100 * GIB, "open_files": 65536,
     }  # fmt: skip
     return MachineFacts(**{**values, **changed})

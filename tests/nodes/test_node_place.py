@@ -53,7 +53,8 @@ def test_a_step_of_slurm_needs_no_options_and_its_first_node_is_the_head() -> No
         assert second is not None and second.is_extra_task
     other = node_place(None, None, {**STEP, "SLURM_STEP_ID": "1"})
     assert other is not None and other.port != place.port
-    assert node_place(None, None, {**STEP, "SLURM_STEP_NODELIST": "gpu2"}) is None, "one node: this machine"
+    alone = node_place(None, None, {**STEP, "SLURM_STEP_NODELIST": "gpu2"})
+    assert alone is not None and alone.num_nodes == 1
     assert node_place(None, None, {}) is None
 
 

@@ -22,10 +22,12 @@ from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.push_messages import GradientPush
 from paceline.step.parameter_server.server_threads import ServerThreads
 from paceline.step.parameter_server.state import ServedWeights, ServerState
 from paceline.step.parameter_server.transport import (
     ConnectionAcceptor,
+    ConnectionLost,
     MessageKind,
     ServerMessage,
     connect_to_server,
@@ -603,6 +605,29 @@ def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
             books.record_push(one[0])
         books.record_update(books.ready_leases())
         state.version += step % 2
+
+
+def test_a_worker_that_was_started_again_replaces_the_one_whose_end_nobody_has_noticed() -> None:
+    """Once in 1,000 kills, gloo kept a receive open for as long as the timeout of the run."""
+    weight, leases = torch.zeros(3), Leases(bound=0)
+    served = ServedWeights(names=["w"], weights=[weight], fixed=[], digest="")
+    state = ServerState(leases=leases, served=served, timeout_seconds=1)
+    state.offer_shares(0, {}, [BatchShare(step=0, number=0, num_shares=1)])
+    state.add_worker(1, rank=1, start_number=1, digest="")
+    state.add_worker(2, rank=2, start_number=1, digest="")
+    granted = state.lease_share(1, buffer=state.weights_buffer())
+    assert granted is not None
+    state.add_worker(3, rank=1, start_number=2, digest="")
+    again = state.lease_share(3, buffer=state.weights_buffer())
+    assert again is not None and again[0].share == granted[0].share
+    with pytest.raises(ConnectionLost):  # its gradient, if it comes at all, comes twice
+        state.store_push(granted[0], GradientPush(gradients=[], terms={}, divided_by=None))
+    state.offer_shares(1, {}, [BatchShare(step=1, number=0, num_shares=1)])
+    with pytest.raises(ConnectionLost):
+        state.lease_share(1, buffer=state.weights_buffer())
+    assert state.num_workers == 2 and "lost worker 1, which was replaced" in state.notes[0]
+    state.remove_worker(1, reason="whose process has ended")  # its thread ends at last
+    assert state.num_workers == 2 and len(state.notes) == 2
 
 
 def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.comm.process_group import World
 from paceline.config.task import Task
-from paceline.launch.launcher import KERNELS_VARIABLE
+from paceline.launch.launch_environment import KERNELS_VARIABLE
 from paceline.trainer.run import Run
 from paceline.trainer.session import open_session
 

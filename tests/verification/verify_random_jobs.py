@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.launcher import choose_exact_kernels
+from paceline.launch.launch_environment import choose_exact_kernels
 
 choose_exact_kernels()  # before torch, for exact mode
 

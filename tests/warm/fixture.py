@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.launch.agent.forkserver_client import FORKSERVER_COMMAND
-from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
+from paceline.launch.launch_environment import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
 from tests.quick import is_quick
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from paceline.launch.agent.forkserver_client import FORKSERVER_COMMAND
-from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
+from paceline.launch.launch_environment import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE
 from tests.conftest import Shop
 
 

@@ -10,7 +10,7 @@ from paceline.config.resume_allowances import REPORTED_SETTINGS
 from paceline.config.secret_settings import mask_value
 from paceline.config.settings import Settings
 from paceline.errors import ResumeError
-from paceline.launch.launcher import KERNELS_VARIABLE
+from paceline.launch.launch_environment import KERNELS_VARIABLE
 
 _IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # the values of checkpoints that do not record these keys
 # keys that earlier versions did not record; without a record they are not compared

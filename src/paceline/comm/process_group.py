@@ -155,7 +155,8 @@ class World:
             timeout_seconds=timeout_seconds,
             store=store,
         )
-        if attempt_folder(os.environ) is None:  # another launcher may have started ranks on several machines
+        has_other_nodes = launch_info.local_world_size < launch_info.world_size
+        if has_other_nodes or attempt_folder(os.environ) is None:  # another launcher may not give the local numbers
             peer_machines.record(world.gather_json(this_machine()))
         return world
 

@@ -72,6 +72,14 @@ class TrainOptions(StartOptions):
     """Names of the differences to accept when the run is resumed: model,data,seed,..."""
     evaluate_first: bool = False
     """Evaluate before the first step."""
+    nodes: str | None = None
+    """N:HOST or N:HOST:PORT: train on N machines, of which HOST is the first. Type the same line on each of them. N
+    alone plays N machines on this one.
+    Slurm, Kubeflow and SageMaker say it by themselves if you give `--ranks-per-node`."""
+    node: int | None = None
+    """The number of this machine; default: from the scheduler, else in the order of arrival. HOST is 0."""
+    ranks_per_node: int | None = None
+    """Number of processes on each machine; default: one per GPU, or 1."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Print the whole start banner, not only its most important lines."""
 

@@ -14,12 +14,12 @@ from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
-from paceline.nodes.machine_facts import MachineFacts, read_machine_facts
+from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace, node_place
 
 _LOOPBACK = "127.0.0.1"
-_MAX_CODE_FILES, _MAX_LINKS = 200, 12
+_MAX_LINKS = 12
 
 
 def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
@@ -29,7 +29,7 @@ def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
     if place is not None and place.is_extra_task:
         return 0, None, ""
     if place is None or place.num_nodes == 1:
-        code = _code_files(options.job)
+        code = code_files(options.job)
         if code and not next(iter(code.values())).is_file():
             hint = "the path of the job, as seen from this folder"
             raise UsageError(f"{options.job} does not exist in {Path.cwd()}.", hint=hint)
@@ -42,7 +42,7 @@ def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
 def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float) -> VerbOutput:
     """Take part in the examination of several nodes, as the head or as a member."""
     run_folder = Path(options.run_dir)
-    read_facts = partial(_read_facts, options, _code_files(options.job), head_host=place.head_host)
+    read_facts = partial(_read_facts, options, code_files(options.job), head_host=place.head_host)
     listener = listen_as_head(place)
     if listener is None:
         end = take_part(place, read_facts=read_facts, run_folder=run_folder, wait_seconds=options.wait)
@@ -65,15 +65,6 @@ def _report(line: str) -> None:
 def _read_facts(options: DoctorOptions, code: Mapping[str, Path], *, head_host: str) -> MachineFacts:
     data = {path: Path(path) for path in options.data}
     return read_machine_facts(head_host=head_host, run_folder=Path(options.run_dir), code=code, data=data)
-
-
-def _code_files(job: str | None) -> dict[str, Path]:
-    """Return the job's file, which may be missing, and the other Python files of its folder; none for a module."""
-    path = Path((job or "").partition(":")[0])
-    if path.suffix != ".py":
-        return {}
-    others = [file for file in sorted(path.parent.glob("*.py"))[:_MAX_CODE_FILES] if file.is_file()]
-    return {file.name: file for file in [path, *others]}
 
 
 def _result(examination: Examination, *, seconds: float) -> VerbOutput:

@@ -20,9 +20,13 @@ from paceline.commands.common.execution import (
     make_task,
     run_options,
 )
+from paceline.commands.common.local_nodes import count_local_nodes, run_local_nodes
+from paceline.commands.common.node_start import NodeStart, tell_head, training_place
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
-from paceline.errors import ExitCode, UsageError, raise_all
+from paceline.config.task import Task
+from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
+from paceline.nodes.node_place import NodePlace
 from paceline.reporting.run_history import json_or_none, read_history
 from paceline.reporting.sinks.console_lines import VERBOSE
 from paceline.run_folder.run_folder import RunFolder
@@ -57,13 +61,22 @@ def train(
         )
 
         refuse_auto_options(update=common.update, compress=common.compress)
-    task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
+    if common.place is not None and is_auto_layout:
+        raise UsageError("--layout auto can't be chosen on several nodes yet.", hint="paceline plan, then its layout")
+    try:
+        task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
+    except PacelineError as error:
+        if common.place is not None:
+            tell_head(common.place, error)
+        raise
     if common.dry_run:
         task = replace(task, layout=AUTO) if is_auto_layout else task
         summary = check_start(task, resume=resume)
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=summary)
-    task = assign_run_folder(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
+    if common.place is not None:
+        return _train_on_nodes(task, common=common, place=common.place, resume=resume)
+    task = assign_run_folder(task, resume=resume)
     if is_auto_layout:
         task, failed_launch = resolve_auto_layout(task, quiet=common.quiet)
         if failed_launch is not None:
@@ -72,6 +85,19 @@ def train(
     while is_auto_layout and (fallback := next_fallback_task(task, outcome.failure)) is not None:
         task = fallback
         outcome = execute(task, entry=ENTRY, common=common)
+    return outcome
+
+
+def _train_on_nodes(task: Task, *, common: RunOptions, place: NodePlace, resume: str | None) -> CommandOutcome:
+    """Train on several nodes: as the head, or as another node, whose outcome has only a text."""
+    start = NodeStart(place, task)
+    if not start.is_head():
+        code, text = start.run_member()
+        return CommandOutcome(exit_code=code, run=Path(task.run), screen=text)
+    with start.lead() as nodes:
+        task = assign_run_folder(task, resume=resume)
+        outcome = execute(task, entry=ENTRY, common=common, nodes=nodes)
+        nodes.end(outcome.exit_code, outcome.screen.partition("\n")[0] or "done")
     return outcome
 
 
@@ -104,9 +130,20 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
     if options.resume is not None and not options.resume.strip():
         raise UsageError("--resume is empty: is a variable unset?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
+    num_local_nodes = count_local_nodes(options)
+    if num_local_nodes:
+        return run_local_nodes(num_local_nodes, options, settings), None, ""
+    place = training_place(options)
+    if place is not None and place.is_extra_task:
+        return 0, None, ""
+    common = run_options(options)
+    if place is not None and place.num_nodes == 1:
+        common = replace(common, ranks=common.ranks or options.ranks_per_node)
+    elif place is not None:
+        common = replace(common, place=place, ranks_per_node=options.ranks_per_node)
     outcome = train(
         options.job,
-        common=run_options(options),
+        common=common,
         overrides=settings,
         resume=resume,
         allow=allow,

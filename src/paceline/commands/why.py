@@ -4,6 +4,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,7 +185,7 @@ def explain_run(run: str | None = None) -> Explanation:
     if not history.events and folder.events.exists() and (history.steps or list_checkpoints(folder.checkpoints)):
         note = f"{folder.events} is empty, so it is not known how the run ended."
         return replace(explanation, state="unknown", notes=(note,), resume_command=_resume_command(folder))
-    positions = observe_ranks(attempt)
+    positions = observe_ranks(attempt, ranks=_ranks_here(attempt))
     step = max([explanation.step, *(position.step for position in positions)])
     return replace(
         explanation,
@@ -246,6 +247,15 @@ def _usual_step_seconds(history: History) -> float | None:
     return median(numbers) if numbers else None
 
 
+def _ranks_here(attempt: Path) -> Container[int]:
+    """Return the ranks of an attempt that can be seen from here: of several nodes, those of node 0."""
+    request = json_or_none(attempt / "request.json")
+    try:
+        return range(request["local_ranks"])
+    except (TypeError, KeyError):  # another launcher has started the ranks
+        return range(sys.maxsize)
+
+
 def _explain_running(
     explanation: Explanation, folder: RunFolder, attempt: Path, *, step_seconds: float | None
 ) -> Explanation:
@@ -256,10 +266,12 @@ def _explain_running(
             f"{folder.path} is running on {host}, and only that machine can see what its ranks are doing.",
             hint=f"ssh {host}, then the same command",
         )
-    positions = observe_ranks(attempt)
+    positions = observe_ranks(attempt, ranks=_ranks_here(attempt))
     request = json_or_none(attempt / "request.json")
     has_servers = isinstance(request, dict) and bool(request.get("servers"))  # whose workers do not wait for each other
-    hang = None if has_servers else find_hang(positions, step_seconds=step_seconds)
+    has_other_nodes = isinstance(request, dict) and request.get("local_ranks") != request.get("ranks")
+    watches_hangs = not has_servers and not has_other_nodes  # it would see only some of the ranks
+    hang = find_hang(positions, step_seconds=step_seconds) if watches_hangs else None
     if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
         hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
     have_ended = bool(positions) and all(position.has_ended for position in positions)

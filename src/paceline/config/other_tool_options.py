@@ -6,8 +6,8 @@ from paceline.console.formatting import closest_word
 
 _ALL_RANKS = "it counts the samples of one step over all ranks and microbatches"
 _ONE_RANK = "it counts the samples of one rank in one forward"
-_ONE_MACHINE = "paceline starts the processes of one machine and joins those that torchrun, srun or mpirun start"
-_TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m paceline train JOB"
+_NODES_REASON = "the same line on every machine; HOST is the first of them"
+_NODES = "paceline train JOB --nodes 2:HOST --ranks-per-node 8"
 _OPTIMIZER = "the job builds the optimizer: make its values parameters of make_job"
 
 
@@ -66,11 +66,12 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
         "--ranks {}",
         "nproc", "num_processes", "gpus", "num_gpus", "n_gpus", "ngpus", "gpus_per_node", "world_size", "np",
     ),
-    **_row(_TORCHRUN, "nnodes", "nodes", "num_nodes", "num_machines", "node_rank", "machine_rank", reason=_ONE_MACHINE),
+    **_row("--nodes {}:HOST", "nnodes", "num_nodes", "num_machines", reason=_NODES_REASON),
+    **_row("--node {}", "node_rank", "machine_rank", reason="without it, the order of arrival counts"),
     **_row(
-        _TORCHRUN,
+        _NODES,
         "master_addr", "master_port", "main_process_ip", "main_process_port", "rdzv_endpoint", "rdzv_backend",
-        reason=_ONE_MACHINE,
+        reason=_NODES_REASON,
     ),
     **_row("leave --local-rank out", "local_rank", reason="torchrun sets it in the environment"),
     **_row("--layout fsdp", "fsdp", "use_fsdp", "zero_stage"),

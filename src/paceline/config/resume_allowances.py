@@ -68,7 +68,10 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
         _REPORTING,
     ),
     **dict.fromkeys(
-        ("survive.restarts", "survive.min_ranks", "survive.replace_within", "survive.grace"),
+        (
+            "survive.restarts", "survive.min_ranks", "survive.replace_within", "survive.grace", "nodes.wait",
+            "nodes.patience", "nodes.restarts", "nodes.interface",
+        ),
         "how the run continues after a fault",
     ),
     "init.limit": "how initial values are drawn; a resumed run takes them from its checkpoint",

@@ -114,6 +114,21 @@ class Survive:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Settings for a run that Paceline itself starts on several nodes.
+
+    `wait` is the time in seconds in which the nodes meet. A node from which nothing has come for `patience` seconds is
+    lost. `restarts` is how many times the run continues with another node, or the same one, in the place of a lost one.
+    `interface` is the network interface of the ranks.
+    """
+
+    wait: Seconds = 300.0
+    patience: Seconds = 30.0
+    restarts: CountOrZero = 0
+    interface: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watch:
     """Settings for event sinks, such as the console and the run folder's JSON lines."""
 
@@ -162,5 +177,6 @@ class Settings:
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     survive: Survive = field(default_factory=Survive)
+    nodes: Nodes = field(default_factory=Nodes)
     watch: Watch = field(default_factory=Watch)
     job: dict[str, Any] = field(default_factory=dict)

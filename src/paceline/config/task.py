@@ -36,6 +36,8 @@ class Task:
     ranks: int = 1
     requested_ranks: int = 0
     """The number of ranks that the command asked for, if the run may continue with fewer; otherwise 0."""
+    nodes: str = ""
+    """`--nodes` of the command, if Paceline starts the ranks on several nodes itself."""
     device: str = "cpu"
     attempt: int = 1
     settings: dict[str, Any] = field(default_factory=dict)

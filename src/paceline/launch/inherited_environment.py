@@ -47,6 +47,12 @@ def drop_inherited(environ: MutableMapping[str, str]) -> None:
         del environ[name]
 
 
+def leave_launcher(environ: MutableMapping[str, str]) -> None:
+    """Remove the variables by which a launcher says that this process is a rank, because it starts ranks itself."""
+    for name in [*_PACELINE_VARIABLES, *_world_variables(environ)]:
+        environ.pop(name, None)
+
+
 def attempt_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the attempt folder if Paceline's launcher started this process as a rank, else None."""
     folder = own_environ(environ).get(ATTEMPT_FOLDER)

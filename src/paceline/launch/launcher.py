@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
-from paceline.config.secret_settings import holds_secret
 from paceline.config.settings import Survive
 from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, UsageError
-from paceline.filesystem.atomic_files import report_write_errors, write_json
+from paceline.filesystem.atomic_files import write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
 from paceline.launch.agent.restart_policy import (
@@ -34,21 +33,20 @@ from paceline.launch.agent.restart_policy import (
     StopRequested,
     TimePassed,
 )
-from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
 from paceline.launch.folder_watch import FolderWatch
+from paceline.launch.launch_environment import launch_environ
 from paceline.launch.memory_disk import choose_memory_folder, remove_abandoned_memory_folders
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.launch.run_outcome import STOPPED_AT_ONCE, LaunchOutcome
+from paceline.launch.several_nodes.attempt_part import AttemptPart
+from paceline.launch.several_nodes.attempt_progress import PartResult, read_progress
+from paceline.launch.several_nodes.node_group import NodeGroup
 from paceline.run_folder.run_folder import RunFolder
 
-_MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
-DEFAULT_EXACT_KERNELS = "AVX2"
-_REQUEST = "request.json"
 _POLL_SECONDS = 0.05
 
 
@@ -74,6 +72,8 @@ class LaunchRequest:
     saves_checkpoints: bool = True
     servers: int = 0
     fewer_ranks: tuple[int, ...] = ()
+    nodes: NodeGroup | None = None
+    """The other nodes, which have the ranks after those of this node; None if all ranks are on this machine."""
     working_folder: str = ""
     """The working folder of the ranks; if empty, the one of this process."""
 
@@ -92,10 +92,11 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     if run_lock is not None:
         remove_abandoned_memory_folders(request.run.path)
-    memory_folder = choose_memory_folder() if request.saves_checkpoints else ""
+    is_alone = request.nodes is None  # else a rank would not see what other nodes have in memory
+    memory_folder = choose_memory_folder() if request.saves_checkpoints and is_alone else ""
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(
-        environ={**_environ(request), MEMORY_FOLDER: memory_folder},
+        environ={**launch_environ(os.environ, exact=request.exact), MEMORY_FOLDER: memory_folder},
         working_folder=request.working_folder,
         inherited_handles=_inherited_handles(run_lock, request.payload or {}),
     )
@@ -153,6 +154,12 @@ def _run_attempts(
             elif end is not None:
                 request = _resized_request(request)
             request = _with_ranks(request, action.ranks)
+            problem = "" if request.nodes is None else request.nodes.replace_lost(is_stopped=stop_requests.is_asked)
+            if stop_requests.count and problem:
+                problem = "a stop was requested."
+            if problem:
+                actions.append(EndRun(reason=f"Not restarted: {problem}"))
+                continue
             try:
                 outcome = _run_attempt(
                     request,
@@ -194,25 +201,24 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
         max_restarts=max_restarts,
         rank_counts=(request.ranks, *request.fewer_ranks) if request.fewer_ranks else (),
         replace_seconds=replace_seconds,
+        max_node_restarts=0 if request.nodes is None else request.nodes.settings.restarts,
     )
 
 
 def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnded:
     """Return the event of an attempt's end. A rank that has restored its state says from which step it started."""
-    pages = [read_heartbeat(outcome.attempt_folder / f"pulse-{rank}") for rank in range(request.ranks)]
-    beats = [beat for beat in pages if beat is not None]
-    max_restarts = max((beat.max_restarts for beat in beats), default=-1)
-    start_step = max((beat.start_step for beat in beats), default=-1)
-    newest_step = _newest_step(request)
+    progress = outcome.progress
+    has_started, newest_step = progress.start_step >= 0, _newest_step(request)
+    start_step = progress.start_step if has_started else newest_step
     return AttemptEnded(
         exit_code=outcome.exit_code,
         failure=outcome.failure,
-        has_started=start_step >= 0,
-        start_step=start_step if start_step >= 0 else newest_step,
-        reached_step=max([start_step if start_step >= 0 else newest_step, *(beat.step for beat in beats)]),
+        has_started=has_started,
+        start_step=start_step,
+        reached_step=max(start_step, progress.step),
         saved_step=newest_step,
         time=time.monotonic(),
-        max_restarts=max_restarts if max_restarts >= 0 else None,
+        max_restarts=progress.max_restarts if progress.max_restarts >= 0 else None,
     )
 
 
@@ -239,32 +245,29 @@ def _run_attempt(
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
     attempt = request.run.next_attempt()
-    folder = request.run.attempt_folder(attempt)
-    payload = {**(request.payload or {}), "attempt": attempt}
-    with report_write_errors(request.run.path):
-        folder.mkdir(parents=True)
-        write_json(
-            folder / _REQUEST,
-            {
-                "entry": request.entry,
-                "payload": payload,
-                "script": request.script,
-                "ranks": request.ranks,
-                "threads": request.threads,
-                "folder": str(folder.resolve()),
-                "servers": request.servers,
-            },
-            private=holds_secret(payload.get("settings", ())),
-        )
-    tick = on_start(folder) if on_start else _do_nothing
+    fork_request = {
+        "entry": request.entry,
+        "payload": {**(request.payload or {}), "attempt": attempt},
+        "script": request.script,
+        "ranks": request.ranks,
+        "threads": request.threads,
+        "servers": request.servers,
+    }
+    nodes = request.nodes
+    if nodes is None:
+        part = AttemptPart(ranks=range(request.ranks))
+        path = part.write_request(request.run, attempt, fork_request)
+    else:
+        part, path = nodes.start_attempt(request.run, attempt, fork_request, exact=request.exact)
+    tick = on_start(path.parent) if on_start else _do_nothing
     supervisor = Supervisor(
         forkserver=forkserver,
-        request=(folder / _REQUEST).resolve(),
-        ranks=request.ranks,
+        request=path,
+        ranks=part.ranks,
         stop_requests=stop_requests,
         saves_checkpoints=request.saves_checkpoints,
         silence_timeout=_silence_timeout(request),
-        watches_hangs=not request.servers,
+        watches_hangs=not request.servers and nodes is None,  # on several nodes, it would see only some of the ranks
     )
     watch = _SaveWatch(request, policy=policy, stop_attempt=supervisor.stop_attempt)
 
@@ -275,13 +278,24 @@ def _run_attempt(
             print_line(warning, sys.stderr)
         if policy.waits_for_save:
             watch.check()
+        if nodes is not None and nodes.has_failed():
+            supervisor.end_attempt()
 
     code, failure = supervisor.run(tick_and_watch)
+    result = PartResult(exit_code=code, failure=failure, progress=read_progress(path.parent, part.ranks))
+    if nodes is not None:
+        result = nodes.finish_attempt(result, is_abandoned=lambda: stop_requests.count > 1)
     tick()
-    if failure is not None:
-        _write_failure(folder, failure)
-    seconds = time.monotonic() - start_time
-    return LaunchOutcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+    if result.failure is not None:
+        _write_failure(path.parent, result.failure)
+    return LaunchOutcome(
+        exit_code=result.exit_code,
+        failure=result.failure,
+        progress=result.progress,
+        attempt_folder=path.parent,
+        seconds=time.monotonic() - start_time,
+        ranks=request.ranks,
+    )
 
 
 class _SaveWatch:
@@ -370,37 +384,6 @@ def _with_ranks(request: LaunchRequest, ranks: int) -> LaunchRequest:
     if ranks in (0, request.ranks):
         return request
     return replace(request, ranks=ranks, payload={**(request.payload or {}), "ranks": ranks})
-
-
-def _environ(request: LaunchRequest) -> dict[str, str]:
-    """Return the fork server's environment, with one thread for numerical libraries; workers set their own number."""
-    environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
-    if request.exact:
-        environ[KERNELS_VARIABLE] = environ.get(KERNELS_VARIABLE) or DEFAULT_EXACT_KERNELS
-    environ["PYTHONUNBUFFERED"] = "1"
-    return environ
-
-
-def kernel_fingerprint() -> str:
-    """Return the name of the numerical kernels of this process; digests are comparable only if this name is equal."""
-    return os.environ.get(KERNELS_VARIABLE) or "default"
-
-
-def choose_exact_kernels() -> bool:
-    """Choose exact mode's kernels before torch is imported; return False if torch was imported without a choice."""
-    if not os.environ.get(KERNELS_VARIABLE) and "torch" not in sys.modules:
-        os.environ[KERNELS_VARIABLE] = DEFAULT_EXACT_KERNELS
-    return bool(os.environ.get(KERNELS_VARIABLE))
-
-
-def torch_imported_error(cause: str, *, hint: str = "") -> UsageError:
-    """Return the error for exact mode that is requested after torch has chosen its kernels."""
-    return UsageError(
-        f"exact mode needs kernels that {KERNELS_VARIABLE} selects before torch is imported, but "
-        "torch is already imported.",
-        cause=cause,
-        hint=hint or f"export {KERNELS_VARIABLE}={DEFAULT_EXACT_KERNELS}, then the same command",
-    )
 
 
 def _do_nothing() -> None:

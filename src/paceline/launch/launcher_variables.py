@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
+from paceline.nodes.slurm_hosts import step_hosts, step_port
 
 _COMMAND_BY_LAUNCHER = {
     "torchrun": "torchrun {rendezvous} --nproc-per-node {local}",
@@ -131,10 +132,21 @@ def _slurm(environ: Mapping[str, str]) -> JoinedWorld | None:
     is_step = environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None
     if not is_step or not _is_srun_task(environ):
         return None
-    variables = {**environ, "_LOCAL_SIZE": _tasks_on_node(environ)}
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "_LOCAL_SIZE")
+    variables = {**environ, "_SIZE": _number_of_tasks(environ), "_LOCAL_SIZE": _tasks_on_node(environ)}
+    names = ("SLURM_PROCID", "_SIZE", "SLURM_LOCALID", "_LOCAL_SIZE")
     job = f"{environ.get('SLURM_JOB_ID', 'slurm')}-{environ['SLURM_STEP_ID']}"
-    return _read_world(variables, "srun", job, names)
+    world = _read_world(variables, "srun", job, names)
+    if world is None or world.is_one_node or (world.address and world.port):
+        return world
+    try:  # the first task is on the first node, whatever the distribution
+        return replace(world, address=world.address or step_hosts(environ)[0], port=world.port or step_port(environ))
+    except (KeyError, ValueError, IndexError):
+        return world
+
+
+def _number_of_tasks(environ: Mapping[str, str]) -> str:
+    """Return the number of tasks of the step, which may be smaller than that of its job."""
+    return environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"]
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
@@ -143,8 +155,9 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
     `srun --mpi=pmi2` sets each number under two names, with equal values. `mpiexec` in an allocation starts one helper
     on each node by `srun`. Its ranks inherit the helper's Slurm numbers, which differ from their own PMI numbers.
     """
-    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
-    return all(environ.get(own, environ.get(theirs)) == environ.get(theirs) for own, theirs in pairs)
+    own_numbers = environ.get("PMI_RANK"), environ.get("PMI_SIZE")
+    slurm_numbers = environ["SLURM_PROCID"], _number_of_tasks(environ)
+    return all(own in (None, theirs) for own, theirs in zip(own_numbers, slurm_numbers, strict=True))
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> str:

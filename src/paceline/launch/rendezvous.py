@@ -25,6 +25,7 @@ from paceline.nodes.network_interfaces import interface_towards, is_own_address,
 _WAIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+_LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _INVITATION_FILE = "invitation.json"
 
@@ -51,6 +52,7 @@ def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> No
     elif joined.address and not joined.is_one_node:
         _use_reachable_interface(environ, head=joined.address)
     if joined.world_size == 1 or (joined.address and joined.port):
+        environ.update({name: str(value) for name, value in _address_variables(joined) if value})
         return
     if not joined.is_one_node:
         raise UsageError(
@@ -67,6 +69,10 @@ def _set_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> No
     else:
         environ["PACELINE_LISTEN_FD"] = ""
         environ["MASTER_PORT"] = str(_wait_for_port(folder, joined))
+
+
+def _address_variables(joined: JoinedWorld) -> tuple[tuple[str, object], ...]:
+    return ("MASTER_ADDR", joined.address), ("MASTER_PORT", joined.port)
 
 
 def _use_loopback(environ: MutableMapping[str, str]) -> None:
@@ -90,8 +96,29 @@ def _use_reachable_interface(environ: MutableMapping[str, str], *, head: str) ->
         environ[_GLOO_INTERFACE] = interface
 
 
+def reserve_port(address: str) -> socket.socket:
+    """Return a socket that keeps a free port of an address of this machine, for `listen_on_port` to listen on.
+
+    Raises:
+        MachineError: this machine has no such address any more.
+    """
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.bind((address, 0))
+    except OSError as error:
+        reservation.close()
+        raise MachineError(f"{address} is no address of this machine: {error.strerror or error}.") from None
+    return reservation
+
+
 def listen_on_free_port() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback address, after a test connection to it.
+    """Return a socket that listens on a free port of the loopback address (`listen_on_port`)."""
+    return listen_on_port(_LOOPBACK, 0)
+
+
+def listen_on_port(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port that `reserve_port` keeps, or on any (0), after a test connection to it.
 
     Raises:
         MachineError: the loopback interface is down or has no IPv4 address, or too many files are open.
@@ -99,7 +126,9 @@ def listen_on_free_port() -> socket.socket:
     try:
         with ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            listener.bind(("127.0.0.1", 0))
+            if port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind((address, port))
             listener.listen(1024)
             with socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS):
                 listener.accept()[0].close()
@@ -107,7 +136,9 @@ def listen_on_free_port() -> socket.socket:
             opened.pop_all()
             return listener
     except OSError as error:
-        raise _loopback_error(error) from None
+        if address == _LOOPBACK:
+            raise _loopback_error(error) from None
+        raise MachineError(f"rank 0 can't listen at {address}, port {port}: {error.strerror or error}.") from None
 
 
 def _loopback_error(error: OSError) -> MachineError:

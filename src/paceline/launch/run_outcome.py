@@ -1,7 +1,7 @@
 """The outcome of a run that this machine launched, and what the screen and `--json` say about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,15 @@ from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.console.formatting import plural
 from paceline.errors import ExitCode, PeerError
 from paceline.launch.agent.restart_policy import has_external_cause
-from paceline.launch.failures.failure_record import CONNECTION, DIVERGED, FORKSERVER_RANK, TIMEOUT, Failure
+from paceline.launch.failures.failure_record import (
+    CONNECTION,
+    DIVERGED,
+    FORKSERVER_RANK,
+    LOST_NODE,
+    TIMEOUT,
+    Failure,
+)
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress
 from paceline.run_folder.run_folder import RunFolder
 
 STOPPED_AT_ONCE = "stopped-at-once"
@@ -25,6 +33,7 @@ class LaunchOutcome:
     attempt_folder: Path
     seconds: float
     ranks: int
+    progress: AttemptProgress = field(default_factory=AttemptProgress)
     restarts: int = 0
     """How many attempts of this command followed a failed one."""
     end_reason: str = ""
@@ -116,8 +125,10 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     step_text = f" at step {failure.step}" if failure.step else ""
     location = f"{failure.where}, " if failure.where else ""
     description = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
-    lines = [f"FAILED{step_text}. First error: rank {failure.rank}, {location}{description}"]
-    if failure.kind in (TIMEOUT, DIVERGED, CONNECTION):
+    lines = [f"FAILED{step_text}. First error: {failure.rank_name}, {location}{description}"]
+    if failure.kind == LOST_NODE:
+        lines = [f"FAILED: {failure.message}"]
+    elif failure.kind in (TIMEOUT, DIVERGED, CONNECTION):
         lines = [f"FAILED{step_text}: {failure.message}"]
     elif failure.is_joint:
         lines = [f"FAILED{step_text}. {failure.kind}: {failure.message}"]
@@ -125,7 +136,7 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
     num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
-    if num_others and failure.kind not in (DIVERGED, CONNECTION) and not failure.is_joint:
+    if num_others and failure.kind not in (DIVERGED, CONNECTION, LOST_NODE) and not failure.is_joint:
         others = plural(num_others, "rank") if num_others > 1 else "rank"
         lines.append(f"The other {others} stopped because rank {failure.rank} {reason}.")
     lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, f"Full text: {log}"]

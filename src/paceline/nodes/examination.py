@@ -29,6 +29,7 @@ _NUM_CLOCK_READINGS = 5
 _STREAM_SECONDS = 0.2
 _SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
+END, RUN = "end", "run"  # messages that are no question: the node may end, or the run begins
 _FOLLOWS = "facts follow"  # a small message before a large one
 
 
@@ -50,6 +51,14 @@ class Examination:
     def exit_code(self) -> int:
         """3 if something is wrong, else 0."""
         return int(ExitCode.MACHINE if self.problems else ExitCode.DONE)
+
+    @property
+    def verdict(self) -> str:
+        """The result in a few words, for the other nodes."""
+        num_problems = len(self.problems)
+        if num_problems > 1:
+            return f"node 0 found {num_problems} problems"
+        return "node 0 found a problem" if num_problems else "nothing is wrong"
 
     @property
     def excluded_hosts(self) -> list[str]:
@@ -77,26 +86,53 @@ def examine_nodes(
 ) -> Examination:
     """Examine all nodes as the head: wait for them, compare them, test their links, and end them with one exit code."""
     seats, findings = reception.wait(wait_seconds=wait_seconds, report=report)
+    channels = [arrival.channel for arrival in seats.values()]
+    try:
+        examination = examine_seats(
+            seats,
+            facts,
+            findings=findings,
+            run_folder=run_folder,
+            num_nodes=reception.place.num_nodes,
+            stream_seconds=_STREAM_SECONDS,
+        )
+        for node, arrival in seats.items():
+            end_member(arrival.channel, node=node, exit_code=examination.exit_code, text=examination.verdict)
+        return examination
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def examine_seats(
+    seats: Mapping[int, Arrival],
+    facts: MachineFacts,
+    *,
+    findings: Sequence[Finding],
+    run_folder: Path,
+    num_nodes: int,
+    stream_seconds: float = 0.0,
+) -> Examination:
+    """Examine the nodes that have come. The members stay connected, but for those that were lost meanwhile.
+
+    `findings` has what was wrong with the meeting. With `stream_seconds=0`, the speed of the links is not measured.
+    """
     head = _Head(seats, facts)
     probe = RunFolderProbe(run_folder)  # before others look into the folder: NFS remembers for a while what is missing
     try:
         head.read_facts()
         skews = head.measure_skews()
-        links = head.test_links()
-        findings += head.check_run_folder(run_folder, probe)
+        links = head.test_links(stream_seconds=stream_seconds)
+        found = [*findings, *head.check_run_folder(run_folder, probe)]
         left = {node: machine for node, machine in head.facts.items() if node == 0 or node in head.channels}
         links = [link for link in links if link.source in left and link.target in left]
-        findings += judge_links(links, {node: machine.host for node, machine in left.items()})
-        findings += judge_facts(head.facts, skews=skews)
-        findings += head.lost_members
-        examination = Examination(
-            facts=head.facts, links=tuple(links), findings=tuple(findings), num_nodes=reception.place.num_nodes
-        )
-        head.end(examination)
-        return examination
+        found += judge_links(links, {node: machine.host for node, machine in left.items()})
+        found += judge_facts(head.facts, skews=skews)
+        found += head.lost_members
+        return Examination(facts=head.facts, links=tuple(links), findings=tuple(found), num_nodes=num_nodes)
     finally:
         probe.remove()
-        head.close()
+        head.close_servers()
 
 
 def take_part(
@@ -108,12 +144,27 @@ def take_part(
         MachineError: the head can't be reached, refuses this node, or has ended.
     """
     channel = join_head(place, wait_seconds=wait_seconds)
+    try:
+        end = answer_head(channel, place, read_facts=read_facts, run_folder=run_folder)
+        return {"node": end["node"], "exit_code": int(end["exit_code"]), "text": str(end["text"])}
+    finally:
+        channel.close()
+
+
+def answer_head(
+    channel: LineChannel, place: NodePlace, *, read_facts: Callable[[], MachineFacts], run_folder: Path
+) -> dict[str, Any]:
+    """Answer the head's questions, and return its first message that is none: the end, or the start of a run.
+
+    Raises:
+        MachineError: the head has ended.
+    """
     member = _Member(channel, read_facts=read_facts, run_folder=run_folder)
     try:
         while True:
             request = channel.receive(timeout_seconds=None)
-            if request["do"] == "end":
-                return {"node": request["node"], "exit_code": int(request["exit_code"]), "text": str(request["text"])}
+            if request["do"] in (END, RUN):
+                return {**request}
             for answer in member.answer(request):
                 channel.send(answer)
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -125,7 +176,6 @@ def take_part(
             cause="the command on node 0 was ended; its own output says why",
         ) from None
     finally:
-        channel.close()
         member.close()
 
 
@@ -154,7 +204,8 @@ class _Member:
             raise
         if kind == "try":
             host, port = request["address"]
-            return [msgspec.to_builtins(try_link((str(host), int(port)), stream_seconds=_STREAM_SECONDS))]
+            seconds = float(request["stream_seconds"])
+            return [msgspec.to_builtins(try_link((str(host), int(port)), stream_seconds=seconds))]
         if kind == "look":
             return [look_for_probe(self._run_folder, str(request["name"]))]
         return [time.time()]
@@ -172,6 +223,7 @@ class _Head:
         self.channels: dict[int, LineChannel] = {node: arrival.channel for node, arrival in seats.items()}
         self.lost_members: list[Finding] = []
         self._hosts = {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}}
+        self._stream_seconds = 0.0
         self._servers: list[LinkServer] = []
         first = next(iter(self.channels.values()), None)
         # The route to itself is the loopback interface, so it takes the address at which a member reached it.
@@ -188,7 +240,8 @@ class _Head:
             except TimeoutError:
                 what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
                 hint = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
-                self._lose(node, Finding(what=what, hint=hint, nodes=(node,)))
+                code = int(ExitCode.MACHINE)
+                self._lose(node, Finding(what=what, hint=hint, nodes=(node,), refusal_code=code))
             except (OSError, msgspec.ValidationError) as error:
                 self._lose(node, self._left(node, str(error)))
         for node in [node for node in self.channels if node not in self.facts]:
@@ -209,8 +262,9 @@ class _Head:
                 readings.append((end_time - start_time, answer - (start_time + end_time) / 2))
         return min(readings)[1] if readings else None
 
-    def test_links(self) -> list[MeasuredLink]:
+    def test_links(self, *, stream_seconds: float) -> list[MeasuredLink]:
         """Test the links between all pairs of nodes, in both directions."""
+        self._stream_seconds = stream_seconds
         addresses = self._open_servers()
         links: list[MeasuredLink] = []
         with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
@@ -239,9 +293,9 @@ class _Head:
     def _test(self, source: int, target: int, addresses: Mapping[int, tuple[str, int]]) -> MeasuredLink | None:
         """Test one link, and return None if its source is lost."""
         if source == 0:
-            result = try_link(addresses[target], stream_seconds=_STREAM_SECONDS)
+            result = try_link(addresses[target], stream_seconds=self._stream_seconds)
         else:
-            request = {"do": "try", "address": addresses[target]}
+            request = {"do": "try", "address": addresses[target], "stream_seconds": self._stream_seconds}
             answer = self._ask(source, request, timeout_seconds=_LINK_SECONDS)
             try:
                 result = msgspec.convert(answer, LinkResult)
@@ -261,22 +315,12 @@ class _Head:
             hosts = ", ".join(self._hosts[node] for node in blind)
             what = f"{format_nodes(blind)} ({hosts}): what node 0 writes to the run folder ({folder}) is not there"
             hint = "--run-dir on a disk that all nodes mount at the same place"
-            found.append(Finding(what=what, hint=hint, nodes=tuple(blind)))
+            code = int(ExitCode.MACHINE)
+            found.append(Finding(what=what, hint=hint, nodes=tuple(blind), refusal_code=code))
         return found
 
-    def end(self, examination: Examination) -> None:
-        """Tell all members the result."""
-        num_problems = len(examination.problems)
-        text = "nothing is wrong" if not num_problems else "node 0 found a problem"
-        if num_problems > 1:
-            text = f"node 0 found {num_problems} problems"
-        for node, channel in self.channels.items():
-            end_member(channel, node=node, exit_code=examination.exit_code, text=text)
-
-    def close(self) -> None:
-        """Close all connections."""
-        for channel in self.channels.values():
-            channel.close()
+    def close_servers(self) -> None:
+        """End the servers of this node for link tests."""
         for server in self._servers:
             server.close()
 
@@ -303,7 +347,8 @@ class _Head:
 
     def _left(self, node: int, reason: str) -> Finding:
         what = f"node {node} ({self._hosts[node]}) came, but then left: {reason}"
-        return Finding(what=what, hint="its own output says why", nodes=(node,))
+        code = int(ExitCode.MACHINE)
+        return Finding(what=what, hint="its own output says why", nodes=(node,), refusal_code=code)
 
     def _lose(self, node: int, finding: Finding) -> None:
         self.channels.pop(node).close()
@@ -322,6 +367,7 @@ def _write_findings(problems: Mapping[int, str], hosts: Mapping[int, str], folde
             f"be written: {problem}",
             hint="its owner and its mount; or another --run-dir",
             nodes=tuple(nodes),
+            refusal_code=int(ExitCode.MACHINE),
         )
         for problem, nodes in nodes_by_problem.items()
     ]

@@ -7,6 +7,7 @@ from statistics import median_low
 from typing import Any
 
 from paceline.console.formatting import first_names, format_size
+from paceline.errors import ExitCode
 from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.machine_facts import MISSING, UNREADABLE, MachineFacts
 
@@ -31,6 +32,8 @@ class _Comparison:
     is_of_machine: bool = False
     """Whether the machine itself differs, and not what the user installed or set there."""
     is_note: bool = False
+    changes_training: bool = False
+    """Whether nodes that differ can't train together, or would train something else."""
 
 
 def _is_computing(package: str) -> bool:
@@ -45,16 +48,19 @@ def _computing_packages(facts: MachineFacts) -> dict[str, str]:
 
 _SAME_IMAGE, _SAME_COMMIT = "the same image, or the same lock file, on every node", "the same commit on every node"
 _COMPARISONS = (
-    _Comparison(read=_computing_packages, hint=_SAME_IMAGE),
+    _Comparison(read=lambda facts: facts.command, hint="the same command on every node", changes_training=True),
+    _Comparison(read=_computing_packages, hint=_SAME_IMAGE, changes_training=True),
     _Comparison(
         read=lambda facts: {name: version for name, version in facts.packages.items() if not _is_computing(name)},
         hint=_SAME_IMAGE,
         is_note=True,
     ),
-    _Comparison(read=lambda facts: dict(list(facts.code.items())[:1]), hint=_SAME_COMMIT),
+    _Comparison(read=lambda facts: dict(list(facts.code.items())[:1]), hint=_SAME_COMMIT, changes_training=True),
     _Comparison(read=lambda facts: dict(list(facts.code.items())[1:]), hint=_SAME_COMMIT, is_note=True),
-    _Comparison(read=lambda facts: facts.data, hint="the same data on every node"),
-    _Comparison(read=lambda facts: facts.variables, hint="the same value on every node, or none"),
+    _Comparison(read=lambda facts: facts.data, hint="the same data on every node", changes_training=True),
+    _Comparison(
+        read=lambda facts: facts.variables, hint="the same value on every node, or none", changes_training=True
+    ),
     _Comparison(
         read=lambda facts: {} if facts.variables.keys() >= _KERNELS else {"vector unit": facts.vector_unit},
         hint="for equal bits: nodes of one kind, or export MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 on every node",
@@ -84,6 +90,7 @@ class _Problem:
     hint: str
     badness: float = 0.0
     is_note: bool = False
+    prevents_training: bool = False
 
 
 def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> list[Finding]:
@@ -104,7 +111,8 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
         host = f" ({facts[nodes[0]].host})" if len(nodes) == 1 else ""
         worst = max(problems.values(), key=lambda problem: problem.badness)
         what = f"{name}{host}: {worst.what}"
-        found.append(Finding(what=what, hint=hint, nodes=tuple(nodes), is_note=worst.is_note))
+        code = int(ExitCode.MACHINE) if worst.prevents_training else 0
+        found.append(Finding(what=what, hint=hint, nodes=tuple(nodes), is_note=worst.is_note, refusal_code=code))
     return found
 
 
@@ -124,6 +132,7 @@ def _differences(facts: Facts, comparison: _Comparison) -> list[Finding]:
             hint=comparison.hint,
             nodes=nodes if comparison.is_of_machine else (),
             is_note=comparison.is_note,
+            refusal_code=int(ExitCode.REFUSED) if comparison.changes_training else 0,
         )
         for nodes, names in names_by_nodes.items()
     ]
@@ -150,7 +159,8 @@ def _problems_of_machine(facts: MachineFacts, *, skew: float, is_alone: bool) ->
         problem = _interface_problem(variable, value, facts, is_alone=is_alone)
         if problem:
             hint = f"export {variable}={facts.interface or 'INTERFACE'}"
-            problems.append(_Problem(kind=variable, what=f"{variable}={value}, but {problem}", hint=hint))
+            what = f"{variable}={value}, but {problem}"
+            problems.append(_Problem(kind=variable, what=what, hint=hint, prevents_training=True))
     if abs(skew) > _MAX_SKEW_SECONDS:
         what = f"the clock is {skew:+.1f} s off that of the other nodes; torchrun compares clocks to find dead nodes"
         hint = "chronyc makestep (in a container: on the machine below it)"
@@ -162,9 +172,12 @@ def _problems_of_files(facts: MachineFacts) -> list[_Problem]:
     """Return which of the files and folders that the user named are not there."""
     named = [*list(facts.code.items())[:1], *facts.data.items()]
     return [
-        _Problem(kind=name, what=f"{name} is missing", hint="the path, as seen from the folder of the command")
-        if digest == MISSING
-        else _Problem(kind=name, what=f"{name} {digest}", hint="its owner and its mount")
+        _Problem(
+            kind=name,
+            what=f"{name} is missing" if digest == MISSING else f"{name} {digest}",
+            hint="the path, as seen from the folder of the command" if digest == MISSING else "its owner and its mount",
+            prevents_training=True,
+        )
         for name, digest in named
         if digest == MISSING or digest.startswith(UNREADABLE)
     ]

@@ -15,6 +15,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     hint: str
     nodes: tuple[int, ...] = ()
     is_note: bool = False
+    refusal_code: int = 0
+    """The exit code with which a training refuses to start because of it; 0 if it only warns."""
 
 
 def format_nodes(numbers: Sequence[int]) -> str:

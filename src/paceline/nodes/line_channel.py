@@ -24,6 +24,7 @@ class LineChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._received = b""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             for name, value in _KEEPALIVE.items():
@@ -39,7 +40,9 @@ class LineChannel:
         """Return whether the other end has closed the connection while nothing was expected from it."""
         try:
             is_readable = bool(select.select([self._connection], [], [], 0)[0])
-            return is_readable and not self._connection.recv(1, socket.MSG_PEEK)
+            return is_readable and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # another thread has received the bytes
+            return False
         except (OSError, ValueError):
             return True
 
@@ -68,9 +71,35 @@ class LineChannel:
             data = self._connection.recv(1 << 16)
             if not data:
                 raise ChannelError("the connection was closed")
-            self._received += data
-            if len(self._received) > _MAX_BYTES:
-                raise ChannelError("a line is too long")
+            self._add(data)
+        return self._take_line()
+
+    def receive_available(self, *, seconds: float) -> list[Any]:
+        """Return the values that have arrived whole, after a wait of up to `seconds` for the first bytes.
+
+        The socket stays without a timeout, so that another thread can send meanwhile.
+
+        Raises:
+            ChannelError: the other end has closed the connection, or sent no JSON.
+            OSError: the connection is lost.
+        """
+        self._connection.settimeout(None)
+        if b"\n" not in self._received and select.select([self._connection], [], [], seconds)[0]:
+            data = self._connection.recv(1 << 16)
+            if not data:
+                raise ChannelError("the connection was closed")
+            self._add(data)
+        values = []
+        while b"\n" in self._received:
+            values.append(self._take_line())
+        return values
+
+    def _add(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) > _MAX_BYTES:
+            raise ChannelError("a line is too long")
+
+    def _take_line(self) -> Any:
         line, _, self._received = self._received.partition(b"\n")
         try:
             return json.loads(line)

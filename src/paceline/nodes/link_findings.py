@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.errors import ExitCode
 from paceline.nodes.finding import Finding
 from paceline.nodes.link_measurement import LinkResult
 
@@ -34,9 +35,10 @@ def judge_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list
     found: list[Finding] = []
     for problem in dict.fromkeys(link.problem for link in links if link.problem):
         bad = [link for link in links if link.problem == problem]
+        code = 0 if problem == "slow" else int(ExitCode.MACHINE)
         hint = next((hint for text, hint in _HINTS if text in problem), "ping; ip route get ADDRESS")
         if len(bad) == len(links) > 2:
-            found.append(Finding(what=f"every link: {_describe(problem, bad)}", hint=hint))
+            found.append(Finding(what=f"every link: {_describe(problem, bad)}", hint=hint, refusal_code=code))
             continue
         targets = [node for node in hosts if _are_all_bad([link for link in links if link.target == node], bad)]
         others = [link for link in links if link.target not in targets]
@@ -46,11 +48,12 @@ def judge_links(links: Sequence[MeasuredLink], hosts: Mapping[int, str]) -> list
             from_node = [link for link in bad if link.source == node and node in sources]
             direction = "of" if to_node and from_node else "to" if to_node else "from"
             text = f"all links {direction} node {node} ({hosts[node]}): {_describe(problem, [*to_node, *from_node])}"
-            found.append(Finding(what=text, hint=hint, nodes=(node,)))
+            found.append(Finding(what=text, hint=hint, nodes=(node,), refusal_code=code))
         rest = [link for link in bad if link.source not in sources and link.target not in targets]
         for pair in dict.fromkeys(frozenset((link.source, link.target)) for link in rest):
             own = [link for link in rest if pair == {link.source, link.target}]
-            found.append(Finding(what=f"{_name_pair(own, hosts)}: {_describe(problem, own)}", hint=hint))
+            text = f"{_name_pair(own, hosts)}: {_describe(problem, own)}"
+            found.append(Finding(what=text, hint=hint, refusal_code=code))
     return found
 
 

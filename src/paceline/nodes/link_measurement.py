@@ -3,6 +3,7 @@
 gloo and NCCL connect in the same way, so a firewall that would stop them stops the test too.
 """
 
+import math
 import socket
 import threading
 import time
@@ -69,7 +70,8 @@ def try_link(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:
     """Test the link to another node's `LinkServer`.
 
     The stream is repeated with twice the bytes until it takes `stream_seconds`. A slow link is tested once more,
-    because a busy processor can make a fast one look slow.
+    because a busy processor can make a fast one look slow. With `stream_seconds=0`, only a short stream tells whether
+    the link works, and no link is slow.
     """
     result = _try_once(address, stream_seconds=stream_seconds)
     if not result.is_slow:
@@ -89,6 +91,8 @@ def _try_once(address: tuple[str, int], *, stream_seconds: float) -> LinkResult:
             num_bytes = _FIRST_BYTES
             while True:
                 seconds = _send_stream(connection, num_bytes)
+                if not stream_seconds:
+                    return LinkResult(bytes_per_second=math.inf)
                 result = LinkResult(ping_seconds=ping_seconds, bytes_per_second=num_bytes / seconds)
                 if seconds > stream_seconds or num_bytes >= _MAX_BYTES:
                     return result

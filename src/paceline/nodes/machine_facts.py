@@ -33,6 +33,7 @@ COMPARED_VARIABLES = (
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _VECTOR_UNITS = (("avx512f", "AVX-512"), ("avx2", "AVX2"))  # the widest first; they choose the kernels
 _GPU_FOLDER = Path("/proc/driver/nvidia")
+_MAX_CODE_FILES = 200
 UNKNOWN = -1
 MISSING, UNREADABLE = "missing", "can't be read"
 
@@ -54,6 +55,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A digest of each Python file that the user named, the job first."""
     data: dict[str, str]
     """A digest of the names and sizes of the files in each data folder."""
+    command: dict[str, str]
+    """The options and settings of a training that all nodes should have in common."""
     variables: dict[str, str]
     """The variables of `COMPARED_VARIABLES` that are set."""
     interface_variables: dict[str, str]
@@ -81,7 +84,12 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_machine_facts(
-    *, head_host: str, run_folder: Path, code: Mapping[str, Path], data: Mapping[str, Path]
+    *,
+    head_host: str,
+    run_folder: Path,
+    code: Mapping[str, Path],
+    data: Mapping[str, Path],
+    command: Mapping[str, str] | None = None,
 ) -> MachineFacts:
     """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them."""
     host = socket.gethostname()
@@ -96,6 +104,7 @@ def read_machine_facts(
         packages=_package_versions(),
         code={name: _file_digest(path) for name, path in code.items()},
         data={name: _folder_digest(path) for name, path in data.items()},
+        command=dict(command or {}),
         variables={name: os.environ[name] for name in COMPARED_VARIABLES if name in os.environ},
         interface_variables={name: os.environ[name] for name in _INTERFACE_VARIABLES if os.environ.get(name)},
         vector_unit=_vector_unit(),
@@ -106,6 +115,15 @@ def read_machine_facts(
         free_disk=_free_bytes(run_folder),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform == "linux" else UNKNOWN,
     )
+
+
+def code_files(job: str | None) -> dict[str, Path]:
+    """Return the job's file, which may be missing, and the other Python files of its folder; none for a module."""
+    path = Path((job or "").partition(":")[0])
+    if path.suffix != ".py":
+        return {}
+    others = [file for file in sorted(path.parent.glob("*.py"))[:_MAX_CODE_FILES] if file.is_file()]
+    return {file.name: file for file in [path, *others]}
 
 
 def _package_versions() -> dict[str, str]:

@@ -12,6 +12,8 @@ from contextlib import suppress
 
 import msgspec
 
+from paceline.errors import UsageError
+
 _GET_ADDRESS, _GET_MTU = 0x8915, 0x8921  # SIOCGIFADDR and SIOCGIFMTU of Linux
 _OUTSIDE = "192.0.2.1"  # an address of documentation, which only the default route leads to
 _ANY_PORT = 9  # connecting a datagram socket sends nothing
@@ -46,6 +48,22 @@ def list_interfaces() -> list[Interface]:
 def interface_name(address: str, interfaces: Sequence[Interface]) -> str:
     """Return the name of the interface with this address; empty if none has it."""
     return next((interface.name for interface in interfaces if interface.address == address), "")
+
+
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of an interface of this machine.
+
+    Raises:
+        UsageError: there is no such interface.
+    """
+    interfaces = list_interfaces()
+    address = next((interface.address for interface in interfaces if interface.name == name), "")
+    if not address:
+        names = ", ".join(interface.name for interface in interfaces)
+        raise UsageError(
+            f"this machine has no interface {name} with an IPv4 address.", hint=f"nodes.interface: {names}"
+        )
+    return address
 
 
 def address_towards(host: str) -> str:

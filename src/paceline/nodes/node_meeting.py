@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from paceline.console.formatting import plural
-from paceline.errors import MachineError, UsageError
+from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.line_channel import LineChannel, accept_connection, close_listener
 from paceline.nodes.network_interfaces import is_own_address, resolve_host
@@ -24,7 +24,9 @@ from paceline.nodes.node_place import NodePlace
 
 PROTOCOL = "paceline-nodes-1"
 _HELLO_SECONDS, _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 3.0, 0.1
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS, _FULL_RETRY_SECONDS = 5.0, 1.0
+_POLL_SECONDS, _MAX_REPORT_SECONDS = 0.2, 60.0
+_REFUSED, _NO_MEETING = int(UsageError.exit_code), int(MachineError.exit_code)
 _MAX_STRANGERS = 64
 _HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
 
@@ -36,6 +38,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     node: int | None
     host: str
+    problem: str = ""
+    """Why the node can't take part, such as a missing file; then the head ends all nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +88,39 @@ class Reception:
         self.place = place
         self._arrivals: list[Arrival] = []
         self._refusals: dict[str, Finding] = {}  # of nodes that were sent away, by their host
+        self._problems: list[Finding] = []  # of nodes that can't take part
         self._is_complete = False
+        self._ending: tuple[str, int] | None = None
         self._changed = threading.Condition()
         self._free_threads = threading.Semaphore(_MAX_STRANGERS + place.num_nodes)
         threading.Thread(target=self._accept, name="paceline-reception", daemon=True).start()
 
-    def wait(self, *, wait_seconds: float, report: Callable[[str], None]) -> tuple[dict[int, Arrival], list[Finding]]:
+    def wait(
+        self, *, wait_seconds: float, report: Callable[[str], None], is_stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[dict[int, Arrival], list[Finding]]:
         """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait.
 
-        Return the nodes by their number, and what was wrong: nodes that did not come, and wrong numbers.
+        Return the nodes by their number, and what was wrong: nodes that did not come, that can't take part, and wrong
+        numbers. After `vacate`, the next call waits for the nodes that are missing, and the others keep their numbers.
+        If `is_stopped()` becomes true, the wait ends.
         """
-        deadline = time.monotonic() + wait_seconds
+        start_time = time.monotonic()
+        next_report_seconds = _REPORT_SECONDS
         with self._changed:
-            while len(self._arrivals) < self.place.num_nodes - 1 and time.monotonic() < deadline:
-                if not self._changed.wait(min(_REPORT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            self._is_complete = False
+            self._drop_closed()
+            while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems and not is_stopped():
+                seconds = time.monotonic() - start_time
+                if seconds > wait_seconds:
+                    break
+                if seconds > next_report_seconds:
+                    next_report_seconds += min(next_report_seconds, _MAX_REPORT_SECONDS)
                     names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
                     report(f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}")
+                self._changed.wait(min(_POLL_SECONDS, wait_seconds))
             self._is_complete = True
-            seats, findings = self._number_seats(), list(self._refusals.values())
+            seats = self._number_seats()
+            findings = [*self._refusals.values(), *self._problems]
         missing = [node for node in range(1, self.place.num_nodes) if node not in seats]
         if missing and not findings:  # else somebody was sent away
             are_numbered = any(arrival.hello.node is not None for arrival in seats.values())
@@ -109,8 +128,23 @@ class Reception:
             here = ", ".join(["the head", *(arrival.hello.host for arrival in seats.values())])
             what = f"{names} did not come within {wait_seconds:.0f} s; here are {here}"
             hint = f"is the command running there? On it: nc -vz {self.place.head_host} {self.place.port}"
-            findings.append(Finding(what=what, hint=hint))
+            findings.append(Finding(what=what, hint=hint, refusal_code=_NO_MEETING))
         return seats, findings
+
+    def vacate(self, node: int) -> None:
+        """Free the place of a node that is lost, for another one."""
+        with self._changed:
+            for arrival in [arrival for arrival in self._arrivals if arrival.hello.node == node]:
+                arrival.channel.close()
+                self._arrivals.remove(arrival)
+
+    def turn_away(self, text: str, *, exit_code: int, seconds: float) -> None:
+        """For a while, end every node that comes, because this one can't start the run."""
+        with self._changed:
+            self._ending = (text, exit_code)
+            for arrival in self._arrivals:
+                end_member(arrival.channel, node=arrival.hello.node, exit_code=exit_code, text=text)
+        time.sleep(seconds)
 
     def close(self) -> None:
         """End the reception. The channels of the nodes that have come stay open."""
@@ -153,8 +187,11 @@ class Reception:
         self._drop_closed()
         hosts = {0: "the head", **{arrival.hello.node: arrival.hello.host for arrival in self._arrivals}}
         last = self.place.num_nodes - 1
-        if self._is_complete or len(self._arrivals) == last:
-            end_member(channel, node=None, exit_code=int(MachineError.exit_code), text="all nodes are here already")
+        if self._ending is not None:
+            end_member(channel, node=None, exit_code=self._ending[1], text=self._ending[0])
+        elif self._is_complete or len(self._arrivals) == last:
+            text = "all nodes are here already"
+            end_member(channel, node=None, exit_code=_NO_MEETING, text=text, is_full=True)
         elif hello.num_nodes != last + 1:
             what = f"expects {hello.num_nodes} nodes, and the head {last + 1}"
             self._refuse(channel, hello.host, what, hint="the same --nodes on every node")
@@ -164,6 +201,9 @@ class Reception:
         elif hello.node is not None and hello.node in hosts:
             what = f"says that it is node {hello.node}, and so does {hosts[hello.node]}"
             self._refuse(channel, hello.host, what, hint=f"each node its own --node, from 0 to {last}")
+        elif hello.problem:
+            self._problems.append(Finding(what=f"{hello.host}: {hello.problem}", hint="", refusal_code=_REFUSED))
+            end_member(channel, node=None, exit_code=_REFUSED, text=hello.problem)
         else:
             channel.send({"do": "welcome", "protocol": PROTOCOL})
             self._arrivals.append(Arrival(hello=hello, channel=channel))
@@ -176,47 +216,83 @@ class Reception:
             self._arrivals.remove(arrival)
 
     def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:
-        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint)
-        end_member(channel, node=None, exit_code=int(MachineError.exit_code), text=f"{host} {problem}")
+        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=_NO_MEETING)
+        end_member(channel, node=None, exit_code=_NO_MEETING, text=f"{host} {problem}")
 
     def _number_seats(self) -> dict[int, Arrival]:
         """Return the nodes by their number. Those without one get the free numbers in the order of arrival."""
         taken = {arrival.hello.node for arrival in self._arrivals}
         free = iter([node for node in range(1, self.place.num_nodes) if node not in taken])
-        seats = {
-            next(free) if arrival.hello.node is None else arrival.hello.node: arrival for arrival in self._arrivals
-        }
-        return dict(sorted(seats.items()))
+        for place, arrival in enumerate(self._arrivals):
+            if arrival.hello.node is None:
+                hello = msgspec.structs.replace(arrival.hello, node=next(free))
+                self._arrivals[place] = replace(arrival, hello=hello)
+        return {arrival.hello.node or 0: arrival for arrival in sorted(self._arrivals, key=_node_number)}
 
 
-def join_head(place: NodePlace, *, wait_seconds: float) -> LineChannel:
-    """Connect to the head, and introduce this node.
+def _node_number(arrival: Arrival) -> int:
+    return arrival.hello.node or 0
+
+
+def join_head(
+    place: NodePlace, *, wait_seconds: float, problem: str = "", waits_for_place: bool = False
+) -> LineChannel:
+    """Connect to the head, and introduce this node, or say why it can't take part.
+
+    With `waits_for_place`, a head whose nodes are all there is asked again until `wait_seconds` are over.
 
     Raises:
         MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
+        UsageError: the head has refused the command.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
+        channel = _connect(place, deadline=deadline)
+        answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
+        if isinstance(answer, dict) and answer.get("do") == "welcome":
+            return channel
+        channel.close()
+        is_full = isinstance(answer, dict) and answer.get("is_full") is True
+        if not (waits_for_place and is_full) or time.monotonic() > deadline:
+            raise _refused_error(place, answer)
+        time.sleep(_FULL_RETRY_SECONDS)
+
+
+def _connect(place: NodePlace, *, deadline: float) -> LineChannel:
+    """Return the connection to the head.
+
+    Raises:
+        MachineError: it can't be reached until `deadline`.
+    """
+    while True:
         try:
             connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
-            break
+            return LineChannel(connection)
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise _unreachable_head(place, error) from None
             time.sleep(_RETRY_SECONDS)
-    channel = LineChannel(connection)
-    hello = Hello(protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, host=socket.gethostname())
+
+
+def _introduce(channel: LineChannel, place: NodePlace, *, problem: str, seconds: float) -> Any:
+    """Return the head's answer to the first message of this node, or the text of an error."""
+    hello = Hello(
+        protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, host=socket.gethostname(), problem=problem
+    )
     try:
-        answer = channel.ask(msgspec.to_builtins(hello), timeout_seconds=wait_seconds + _HELLO_SECONDS)
+        return channel.ask(msgspec.to_builtins(hello), timeout_seconds=seconds)
     except OSError as error:
-        answer = getattr(error, "strerror", None) or str(error)
-    if isinstance(answer, dict) and answer.get("do") == "welcome":
-        return channel
-    channel.close()
+        return getattr(error, "strerror", None) or str(error)
+
+
+def _refused_error(place: NodePlace, answer: Any) -> PacelineError:
+    """Return the error for an answer to the first message that is no welcome."""
     if isinstance(answer, dict) and answer.get("do") == "end":
-        raise MachineError(f"the head sends this node away: {answer.get('text')}.", where=_address(place))
+        kind = UsageError if answer.get("exit_code") == _REFUSED else MachineError
+        text = str(answer.get("text")).rstrip(".")
+        return kind(f"the head sends this node away: {text}.", where=_address(place))
     problem = f" ({answer})" if isinstance(answer, str) else ""
-    raise MachineError(
+    return MachineError(
         f"another program than paceline answers at {_address(place)}{problem}.",
         hint=f"on {place.head_host}: ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
     )
@@ -241,8 +317,12 @@ def _unreachable_head(place: NodePlace, error: Exception) -> MachineError:
     )
 
 
-def end_member(channel: LineChannel, *, node: int | None, exit_code: int, text: str) -> None:
-    """Tell a node that it may end, with which exit code, and which number it had."""
+def end_member(channel: LineChannel, *, node: int | None, exit_code: int, text: str, is_full: bool = False) -> None:
+    """Tell a node that it may end, with which exit code, and which number it had.
+
+    With `is_full`, there is only no place for the node at the moment.
+    """
     with suppress(OSError):
-        channel.send({"do": "end", "node": node, "exit_code": exit_code, "text": text})
+        fullness = {"is_full": True} if is_full else {}
+        channel.send({"do": "end", "node": node, "exit_code": exit_code, "text": text, **fullness})
     channel.close()

@@ -1,17 +1,19 @@
 """The place of this process among the nodes: how many there are, which one this is, and where they meet."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.nodes.slurm_hosts import expand_hosts
+from paceline.nodes.slurm_hosts import step_hosts, step_port
 
 DEFAULT_PORT = 29400
 _NODES = re.compile(r"(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
-_FIRST_STEP_PORT, _NUM_STEP_PORTS = 20000, 9000  # below the ports that the kernel gives to others
 _MAX_PORT = 65535
+_SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +28,16 @@ class NodePlace:
     is_extra_task: bool = False
     """Whether another task of srun on this node stands for the node; then this one has nothing to do."""
 
+    @property
+    def option(self) -> str:
+        """The place as a value of `--nodes`."""
+        return f"{self.num_nodes}:{self.head_host}" + ("" if self.port == DEFAULT_PORT else f":{self.port}")
+
 
 def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) -> NodePlace | None:
-    """Return the place from the options `--nodes N:HOST[:PORT]` and `--node K`, or from a Slurm step; else None.
+    """Return the place from the options `--nodes N:HOST[:PORT]` and `--node K`, or from a scheduler; else None.
+
+    Slurm, Kubeflow and SageMaker say how many nodes there are, and where the first one is.
 
     Raises:
         UsageError: the options, or the variables of the step, can't be read or contradict each other.
@@ -37,7 +46,9 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
     if nodes is None and node is not None:
         raise UsageError("--node needs --nodes.", hint=f"--nodes N:HOST --node {node}")
     if nodes is None:
-        return _slurm_place(environ, is_extra_task=is_extra_task) if _is_step(environ) else None
+        if _is_step(environ):
+            return _slurm_place(environ, is_extra_task=is_extra_task)
+        return _kubeflow_place(environ) or _sagemaker_place(_SAGEMAKER_FILE)
     match = _NODES.fullmatch(nodes)
     if match is None:
         cause = "it is N:HOST or N:HOST:PORT, and an IPv6 address is no HOST"
@@ -65,8 +76,33 @@ def _own_number(environ: Mapping[str, str]) -> int | None:
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
-def _slurm_place(environ: Mapping[str, str], *, is_extra_task: bool) -> NodePlace | None:
-    """Return the place in a step of several nodes.
+def _kubeflow_place(environ: Mapping[str, str]) -> NodePlace | None:
+    """Return the place of a pod of Kubeflow's trainer, which sets the variables of torchrun's options."""
+    try:
+        num_nodes, node = int(environ["PET_NNODES"]), int(environ["PET_NODE_RANK"])
+        host, port = environ["PET_MASTER_ADDR"], int(environ.get("PET_MASTER_PORT", DEFAULT_PORT))
+    except (KeyError, ValueError):  # not set, or a range of numbers, such as 2:4
+        return None
+    if num_nodes < 2 or not 0 <= node < num_nodes:
+        return None
+    return NodePlace(num_nodes=num_nodes, head_host=host, port=port, node=node)
+
+
+def _sagemaker_place(file: Path) -> NodePlace | None:
+    """Return the place of a machine of a SageMaker training job, from the file that describes the job's machines."""
+    try:
+        config = json.loads(file.read_text())
+        hosts = sorted(config["hosts"])
+        node = hosts.index(config["current_host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if len(hosts) < 2:
+        return None
+    return NodePlace(num_nodes=len(hosts), head_host=hosts[0], port=DEFAULT_PORT, node=node)
+
+
+def _slurm_place(environ: Mapping[str, str], *, is_extra_task: bool) -> NodePlace:
+    """Return the place in a step.
 
     Only the variables of the step are read: a step may have other nodes than its job (`-w`, `--relative`).
 
@@ -74,11 +110,7 @@ def _slurm_place(environ: Mapping[str, str], *, is_extra_task: bool) -> NodePlac
         UsageError: the variables can't be read.
     """
     try:
-        hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-        job, step, node = (int(environ[f"SLURM_{name}"]) for name in ("JOB_ID", "STEP_ID", "NODEID"))
+        hosts, port, node = step_hosts(environ), step_port(environ), int(environ["SLURM_NODEID"])
     except (KeyError, ValueError) as error:
         raise UsageError(f"srun set variables that can't be read: {error}.", hint="env | grep SLURM_") from None
-    if len(hosts) < 2:
-        return None
-    port = _FIRST_STEP_PORT + (job * 7 + step * 131) % _NUM_STEP_PORTS  # another one for each step of a node
     return NodePlace(num_nodes=len(hosts), head_host=hosts[0], port=port, node=node, is_extra_task=is_extra_task)

@@ -36,7 +36,7 @@ from paceline.launch.agent.signals import is_main_thread, stop_flag
 from paceline.launch.failures.uncaught_exceptions import UncaughtHook, install_uncaught_hook, report_exit
 from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.joined_rank import joined_rank
-from paceline.launch.launcher import choose_exact_kernels, torch_imported_error
+from paceline.launch.launch_environment import choose_exact_kernels, torch_imported_error
 from paceline.launch.launcher_variables import detect_world, world_size
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.launch.run_outcome import final_message

@@ -14,7 +14,7 @@ from paceline.config.layout import parse_layout
 from paceline.config.task import Task
 from paceline.console.output import flush
 from paceline.errors import UsageError
-from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE, torch_imported_error
+from paceline.launch.launch_environment import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE, torch_imported_error
 from paceline.launch.launcher_variables import JoinedWorld
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores

@@ -59,7 +59,7 @@ def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> t
     agent = Supervisor(
         forkserver=forkserver,
         request=folder / "request.json",
-        ranks=ranks,
+        ranks=range(ranks),
         stop_requests=stop_requests,
         saves_checkpoints=saves,
     )

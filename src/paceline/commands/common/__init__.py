@@ -12,6 +12,9 @@ Start with `execution.py`.
 - `hf_config_as_job.py`: A Hugging Face config used as a job, for the verbs that need no data: `plan` and `simulate`.
 - `layout_problems.py`: The conflicts of a layout with the number of ranks and the settings, and the numbers of ranks
   that a run may have.
+- `local_nodes.py`: Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for
+  each of them.
+- `node_start.py`: The start of a training on several nodes, by the same command on each of them.
 - `option_checks.py`: Checks that refuse invalid options before a process starts.
 - `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.
 - `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from paceline.config.layout import Layout
 from paceline.console.formatting import did_you_mean, plural
 from paceline.errors import PacelineError, UsageError
 from paceline.faults import Fault
 from paceline.launch.launcher_variables import JoinedWorld
+from paceline.nodes.node_place import NodePlace
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import usable_cores, visible_gpus
 
@@ -61,6 +63,16 @@ def choose_ranks(
             )
         )
     return requested_ranks or gpus or 1
+
+
+def choose_ranks_of_nodes(
+    requested_per_node: int | None, place: NodePlace, layout: Layout | None, device: str, problems: list[PacelineError]
+) -> int:
+    """Return the number of ranks of all nodes: the requested number on each, what the layout needs, or one per GPU."""
+    needed = layout.ranks if layout is not None else 0
+    if requested_per_node is None and needed and needed % place.num_nodes == 0:
+        requested_per_node = needed // place.num_nodes
+    return place.num_nodes * choose_ranks(requested_per_node, None, device, problems)
 
 
 def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:

@@ -14,9 +14,20 @@ from typing import Any
 from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.checkpoint.files.remote_store import check_remote_setting
 from paceline.commands.command_table import StartOptions
-from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
+from paceline.commands.common.devices import (
+    choose_device,
+    choose_ranks,
+    choose_ranks_of_nodes,
+    refuse_missing_backend,
+    refuse_nested_threads,
+)
 from paceline.commands.common.layout_problems import fewer_rank_counts, layout_problems
-from paceline.commands.common.option_checks import check_job_parameters, refuse_invalid_run_dir, refuse_job_parameters
+from paceline.commands.common.option_checks import (
+    check_job_parameters,
+    refuse_invalid_run_dir,
+    refuse_job_parameters,
+    refuse_on_nodes,
+)
 from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
@@ -33,7 +44,8 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure, failure_from_exception
 from paceline.launch.failures.uncaught_exceptions import failure_sentence, is_echo, name_first_cause, report_failure
 from paceline.launch.joined_rank import joined_rank
-from paceline.launch.launcher import LaunchRequest, choose_exact_kernels, start, torch_imported_error
+from paceline.launch.launch_environment import choose_exact_kernels, torch_imported_error
+from paceline.launch.launcher import LaunchRequest, start
 from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
@@ -44,6 +56,8 @@ from paceline.launch.run_outcome import (
     final_message,
     joined_failure_as_json,
 )
+from paceline.launch.several_nodes.node_group import NodeGroup
+from paceline.nodes.node_place import NodePlace
 from paceline.planner.layout.compression_checks import refuse_compression
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
@@ -69,6 +83,9 @@ class RunOptions:
     faults: str = ""
     dry_run: bool = False
     quiet: bool = False
+    place: NodePlace | None = None
+    """The place of this process if it starts the ranks of one of several nodes."""
+    ranks_per_node: int | None = None
     job_handle: int | None = None
     """The file descriptor from `open_job_file`, if the job is a Python object."""
 
@@ -133,13 +150,17 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
         problems += _destination_problems(verb, settings)
-    joined = collect_problems(problems, lambda: detect_world(os.environ))
+    place = common.place
+    joined = None if place is not None else collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
     layout_text = common.layout
     requested_layout = None if layout_text is None else collect_problems(problems, lambda: parse_layout(layout_text))
     uses_threads = requested_layout is not None and requested_layout.kind is LayoutKind.THREADS
     ranks = choose_ranks(common.ranks, None if uses_threads else joined, device, problems)
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
+    if place is not None:
+        ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
+        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, update=update)
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = collect_problems(problems, lambda: parse_faults(common.faults)) or ()
@@ -153,7 +174,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         problems += refuse_job_parameters(requested)
     if ref is not None:
         problems += check_job_parameters(parameter_sources(ref), requested)
-    if layout is not None and layout.ranks and common.ranks is None and (joined is None or uses_threads):
+    is_count_free = common.ranks is None and place is None and (joined is None or uses_threads)
+    if layout is not None and layout.ranks and is_count_free:
         ranks = layout.ranks + update.servers
     if common.run_dir is not None:
         problems += refuse_invalid_run_dir(common.run_dir)
@@ -172,6 +194,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         update=str(update),
         compress=str(compress),
         ranks=ranks,
+        nodes="" if place is None else place.option,
         device=device,
         settings=requested.values,
         origins=requested.origins,
@@ -208,7 +231,13 @@ def assign_run_folder(task: Task, *, resume: str | None) -> Task:
 
 
 def execute(
-    task: Task, *, entry: str, common: RunOptions, one_thread: bool = False, logs: Path | None = None
+    task: Task,
+    *,
+    entry: str,
+    common: RunOptions,
+    one_thread: bool = False,
+    logs: Path | None = None,
+    nodes: NodeGroup | None = None,
 ) -> CommandOutcome:
     """Run `entry` on every rank: in this process if another launcher started it, else in new processes.
 
@@ -229,7 +258,8 @@ def execute(
 
     def follow_logs(folder: Path) -> Callable[[], None]:
         if not common.quiet and not tails:
-            print_line(f"starting {plural(num_processes, 'process')}; logs in {task.run}/logs")
+            where = "" if nodes is None else f" on {plural(nodes.num_nodes, 'node')}"
+            print_line(f"starting {plural(num_processes, 'process')}{where}; logs in {task.run}/logs")
         if tails:
             tails[-1].close()
         tails.append(LogTail(folder))
@@ -245,13 +275,18 @@ def execute(
         entry=entry,
         payload=task.as_json(),
         threads=choose_threads(
-            resources=Resources(ranks=task.ranks, cores=usable_cores()),
+            resources=Resources(
+                ranks=task.ranks,
+                cores=usable_cores(),
+                ranks_per_node=None if nodes is None else task.ranks // nodes.num_nodes,
+            ),
             one_thread=exact,
             requested=settings.train.threads,
         ),
         exact=exact,
         saves_checkpoints=task.verb == "train",
         servers=parse_update(task.update).servers,
+        nodes=nodes,
     )
     launch_outcome = start(request, on_start=follow_logs)
     if tails and not common.quiet:

@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.config.compression import find_method
+from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
-from paceline.config.update_rule import find_rule
+from paceline.config.update_rule import UpdateKind, UpdateRule, find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
@@ -74,6 +75,20 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
             reason = f"it has {len(os.fsencode(text)):,} bytes, at most {_MAX_PATH_BYTES:,} are allowed"
         return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {reason}.", hint="--run-dir runs/first")]
     return []
+
+
+def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, update: UpdateRule) -> list[PacelineError]:
+    """Return errors for options that a run on several nodes does not have."""
+    problems: list[PacelineError] = []
+    if ranks is not None:
+        hint = "--ranks-per-node, the number of processes on each machine"
+        problems.append(UsageError(f"--ranks {ranks} with --nodes.", hint=hint))
+    if layout is not None and layout.kind is LayoutKind.THREADS:
+        problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
+    if update.servers or update.kind is UpdateKind.HOGWILD:
+        text = f"--update {update} can't be started on several nodes yet."
+        problems.append(UsageError(text, hint="--update local,every=8, whose sites may be nodes"))
+    return problems
 
 
 def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] | None:

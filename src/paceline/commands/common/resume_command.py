@@ -21,7 +21,10 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     command = ["paceline", "train", task.job, "--run-dir", task.run]
-    if joined is None:
+    if task.nodes:
+        num_nodes = int(task.nodes.partition(":")[0])
+        command += ["--nodes", task.nodes, "--ranks-per-node", str(task.ranks // num_nodes)]
+    elif joined is None:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
         command = ["-m", *command]

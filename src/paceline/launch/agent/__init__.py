@@ -15,6 +15,7 @@ Start with `supervisor.py`.
 - `process_exit.py`: Process exit: joins the job's threads, runs its exit functions and closes its files, as Python
   itself would.
 - `rank_activity.py`: The activity of a rank: a thread in each rank writes it to a page, which other processes read.
+- `resizing.py`: The number of ranks of a run that may continue with fewer: when it shrinks, and when it grows again.
 - `restart_policy.py`: The decisions about a run: when an attempt starts, when a failed one is followed by another, and
   how the run ends.
 - `shared_status.py`: The memory that a rank shares with its supervisor: heartbeats, the failure text, the exit code and

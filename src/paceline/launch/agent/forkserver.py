@@ -24,7 +24,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +38,7 @@ from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
 from paceline.launch.agent.socket_paths import forget_temporary_folder, short_temporary_folder
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, LISTEN_FD, START_NUMBER, mark_rank_variables_as_own
-from paceline.launch.rendezvous import listen_on_free_port
+from paceline.launch.rendezvous import listen_on_port
 from paceline.plugins import resolve
 
 _THIS_PROCESS, _NO_SPARE = 0, -1  # instead of the PID of a spare
@@ -160,9 +160,9 @@ def _run_attempt(
     request: dict[str, Any], *, worker_main: Callable[..., NoReturn], status_fd: int, run_locks: Sequence[RunLock]
 ) -> None:
     """Fork the workers of one attempt, and return when all of them have exited."""
-    folder = Path(request["folder"])
-    listener = _open_listener(ranks=request["ranks"])
-    port, listen_fd = (listener.getsockname()[1], listener.fileno()) if listener else (0, None)
+    folder, first_rank = Path(request["folder"]), request["first_rank"]
+    listener = None if first_rank else _open_listener(request)
+    port, listen_fd = (listener.getsockname()[1], listener.fileno()) if listener else (request["port"], None)
     parent = os.getpid()
 
     def start(rank: int, *, listen_fd: int | None, start_number: int = 1) -> int:
@@ -175,7 +175,7 @@ def _run_attempt(
             worker_main(request, folder=folder, status_fd=status_fd)
         return pid
 
-    pids = {start(rank, listen_fd=listen_fd): rank for rank in range(request["ranks"])}
+    pids = {start(rank, listen_fd=listen_fd): rank for rank in range(first_rank, first_rank + request["local_ranks"])}
     if listener:
         listener.close()
     if request.get("servers"):
@@ -191,16 +191,16 @@ def _run_attempt(
             _report(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
 
 
-def _open_listener(*, ranks: int) -> socket.socket | None:
+def _open_listener(request: Mapping[str, Any]) -> socket.socket | None:
     """Return the socket on which rank 0 listens; None for a single rank if the machine has no loopback interface.
 
     Raises:
         MachineError: several ranks could not reach each other.
     """
     try:
-        return listen_on_free_port()
+        return listen_on_port(request["address"], request["port"])
     except MachineError:
-        if ranks > 1:
+        if request["ranks"] > 1:
             raise
         return None
 
@@ -266,12 +266,12 @@ def _set_up_rank(
         os.close(listen_fd)
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank - request["first_rank"]),
         WORLD_SIZE=str(request["ranks"]),
-        LOCAL_WORLD_SIZE=str(request["ranks"]),
-        MASTER_ADDR="127.0.0.1",
+        LOCAL_WORLD_SIZE=str(request["local_ranks"]),
+        MASTER_ADDR=request["address"],
         MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
+        **request["variables"],
         **{LISTEN_FD: str(listen_fd) if rank == 0 and listen_fd is not None else "", ATTEMPT_FOLDER: str(folder)},
     )
     mark_rank_variables_as_own(os.environ)

@@ -11,8 +11,8 @@ from paceline.config.settings import Survive
 from paceline.console.formatting import plural
 from paceline.errors import DataError, DesyncError, ExitCode, RollbackError, SaveError, SpikeError
 from paceline.faults import MissedFaultError
-from paceline.launch.failures.failure_record import CONNECTION, FORKSERVER_RANK, TIMEOUT, Failure
-from paceline.launch.resizing import Resizing
+from paceline.launch.agent.resizing import Resizing
+from paceline.launch.failures.failure_record import CONNECTION, FORKSERVER_RANK, LOST_NODE, TIMEOUT, Failure
 
 DEFAULT_RESTARTS = Survive().restarts
 _FINAL_KINDS = (SpikeError.__name__, SaveError.__name__, MissedFaultError.__name__)
@@ -33,12 +33,14 @@ class RunRequested:
     """Event: the run is to start. `can_restart` is False for commands that save nothing, such as `verify`.
 
     `rank_counts` has the numbers of ranks that the run may have, the largest first; it is empty if there is only one.
+    `max_node_restarts` is how many times the run may continue after a node is lost.
     """
 
     can_restart: bool
     max_restarts: int = DEFAULT_RESTARTS
     rank_counts: tuple[int, ...] = ()
     replace_seconds: float = Survive().replace_within
+    max_node_restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class RestartPolicy:
         self._is_stop_requested = False
         self._resizing = Resizing(())
         self._is_waiting_for_rank = False  # the last failure may be that of a rank that is not back yet
+        self._num_node_restarts, self._max_node_restarts = 0, 0
         self._num_waits = 0  # restarts for such failures, which `Resizing` limits
         self._is_resizing = False  # the current attempt was asked to stop for another number of ranks
 
@@ -141,6 +144,7 @@ class RestartPolicy:
         """Return the actions that follow from `event`, in order."""
         if isinstance(event, RunRequested):
             self._can_restart, self._max_restarts = event.can_restart, event.max_restarts
+            self._max_node_restarts = event.max_node_restarts
             self._resizing = Resizing(event.rank_counts, replace_seconds=event.replace_seconds)
             return [self._start_attempt()]
         if isinstance(event, StopRequested):
@@ -163,10 +167,13 @@ class RestartPolicy:
         if is_resizing and failure is None and event.exit_code == ExitCode.STOPPED and not self._is_stop_requested:
             self._saved_step = max(self._saved_step, event.saved_step)
             return [self._start_attempt()]
-        if failure is None or not self._can_restart or not (self._max_restarts or is_rollback):
+        is_lost_node = failure is not None and failure.kind == LOST_NODE
+        if failure is None or not self._can_restart or not (self._max_restarts or is_rollback or is_lost_node):
             return [EndRun()]
         if self._is_stop_requested:
             return [EndRun(reason=_STOP_REASON)]
+        if is_lost_node:
+            return self._replace_node(failure)
         if event.saved_step > self._saved_step:
             self._num_restarts = self._num_waits = 0
         self._saved_step = max(self._saved_step, event.saved_step)
@@ -189,6 +196,20 @@ class RestartPolicy:
         if delay:
             return [PrintLine(text=self._waiting_text(failure, delay=delay))]
         return self._start_pending_attempt(event.time)
+
+    def _replace_node(self, failure: Failure) -> list[Action]:
+        """Start an attempt for which another node takes the place of the lost one, if there may be one."""
+        if self._num_node_restarts >= self._max_node_restarts:
+            num_lost = plural(self._num_node_restarts + 1, "node")
+            return [
+                EndRun(
+                    reason=f"Not restarted again: {num_lost} lost (nodes.restarts)." if self._max_node_restarts else ""
+                )
+            ]
+        self._num_node_restarts += 1
+        number = f"restart {self._num_node_restarts} of {self._max_node_restarts}"
+        text = f"{failure.summary}; waiting for a node in its place ({number})"
+        return [PrintLine(text=text), self._start_attempt(after=failure)]
 
     def _start_attempt(self, *, after: Failure | None = None) -> StartAttempt:
         return StartAttempt(after=after, ranks=self._resizing.ranks)
@@ -259,7 +280,7 @@ class RestartPolicy:
 
 def has_external_cause(failure: Failure) -> bool:
     """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
-    has_external_kind = failure.kind in ("signal", TIMEOUT, CONNECTION) or failure.rank == FORKSERVER_RANK
+    has_external_kind = failure.kind in ("signal", TIMEOUT, CONNECTION, LOST_NODE) or failure.rank == FORKSERVER_RANK
     is_external = has_external_kind or _is_killed_data_worker(failure)
     return is_external or failure.is_short_of_memory or failure.is_lost_connection
 

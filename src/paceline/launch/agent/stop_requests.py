@@ -19,6 +19,10 @@ class StopRequests:
         self.count = 0
         self.on_request: Callable[[int], None] | None = None
 
+    def is_asked(self) -> bool:
+        """Return whether there was a stop request."""
+        return self.count > 0
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Return a context in which this object handles the stop signals of this process.

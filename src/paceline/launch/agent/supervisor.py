@@ -58,7 +58,8 @@ class AttemptState:
     """The state of one attempt's workers as the supervisor sees it; `pids` and exit `statuses` are by rank."""
 
     folder: Path
-    ranks: int
+    ranks: range
+    """The ranks that run on this machine."""
     starter: int = 0
     """The PID of the process that forks the workers and reports their exits; 0 before it has started."""
     starter_status: int = 0
@@ -82,7 +83,7 @@ class Supervisor:
         *,
         forkserver: ForkserverClient,
         request: Path,
-        ranks: int,
+        ranks: range,
         stop_requests: StopRequests,
         saves_checkpoints: bool = True,
         silence_timeout: float = DEFAULT_SECONDS,
@@ -102,6 +103,7 @@ class Supervisor:
         self._forkserver_check_time = 0.0
         self._failure_time: float | None = None
         self._num_sigkills = 0
+        self._is_ended_from_outside = False
         self._woken_pids: set[int] = set()
         self._initial_oom_kills = oom_kill_count()
 
@@ -133,6 +135,14 @@ class Supervisor:
         """Ask all ranks to finish their step, save, and stop."""
         for rank in list(self._attempt.pids):
             self._ask_to_stop(rank)
+
+    def end_attempt(self) -> None:
+        """End all ranks of this machine at once, because the attempt has failed on another one.
+
+        The exit code is then 1, and the failure is one that was recorded before, or None.
+        """
+        self._is_ended_from_outside = True
+        self._kill()
 
     @property
     def _status_fd(self) -> int:
@@ -351,7 +361,7 @@ class Supervisor:
     def _find_result(self) -> tuple[int, Failure | None]:
         """Return the exit code and the failure to report, from the failures and statuses of all ranks."""
         attempt = self._attempt
-        records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
+        records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in attempt.ranks]
         failed_ranks = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in records if f is not None and f.rank not in failed_ranks and attempt.failures]
         first = first_failure(attempt.failures)
@@ -361,13 +371,20 @@ class Supervisor:
         if first is not None and first.is_lost_connection and finished_ranks:
             return 1, missing_peer_failure(finished_ranks[0], waiter=first)
         have_connected = first is not None and first.kind != MachineError.__name__
-        if first is not None and have_connected and is_timeout(first) and len(attempt.failures) == attempt.ranks > 1:
+        if (
+            first is not None
+            and have_connected
+            and is_timeout(first)
+            and len(attempt.failures) == len(attempt.ranks) > 1
+        ):
             failures = sorted(attempt.failures, key=lambda failure: failure.rank)
             return 1, mutual_wait_failure(failures, folder=attempt.folder)
         if first is None and self._num_stop_requests > int(self._saves_checkpoints):
             return int(ExitCode.INTERRUPTED), None
-        if first is None and len(attempt.statuses) < attempt.ranks:
-            step, log_tail = max(map(self._current_step, range(attempt.ranks))), _tail(attempt.folder / FORKSERVER_LOG)
+        if first is None and self._is_ended_from_outside:
+            return 1, None
+        if first is None and len(attempt.statuses) < len(attempt.ranks):
+            step, log_tail = max(map(self._current_step, attempt.ranks)), _tail(attempt.folder / FORKSERVER_LOG)
             status = attempt.starter_status or self._forkserver.exit_status
             return 1, forkserver_failure(status, pid=attempt.starter, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first

@@ -54,7 +54,7 @@ FORKSERVER_RANK = -1
 FIRST_FAILURE = "first-failure.json"
 _MAX_MESSAGE_CHARACTERS = 400
 _MAX_SUMMARY_CHARACTERS = 300
-TIMEOUT, DIVERGED, CONNECTION = "timeout", "apart", "connection"  # fixed values of `error` in --json
+TIMEOUT, DIVERGED, CONNECTION, LOST_NODE = "timeout", "apart", "connection", "node"  # values of `error` in --json
 _KINDS_IN_WORDS = ("exit", TIMEOUT)  # kinds whose message is a sentence and no exception's text
 _PROGRESS_PREFIX = "this rank "
 _CLOSED_CONNECTION_TEXTS = (
@@ -92,11 +92,18 @@ class Failure:
     """What the rank had started last, such as the gather of a unit."""
     end_reason: str = ""
     """Why the run was not restarted after this failure, as a line for the screen."""
+    host: str = ""
+    """The host of the rank, if Paceline has started the run on several nodes."""
     is_users_own: bool = False
     """Whether the user's own code raised the exception.
 
     Then it does not follow from another rank's exit, whatever its message.
     """
+
+    @property
+    def rank_name(self) -> str:
+        """The rank, such as "rank 2", or "rank 2 on node1"."""
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
     @property
     def summary(self) -> str:
@@ -106,18 +113,18 @@ class Failure:
             return f"the process that starts the ranks ended{place}"
         if self.kind == "signal":
             memory = " (out of memory)" if self.is_short_of_memory else ""
-            return f"rank {self.rank} killed by {self.message.partition(' ')[0]}{memory}{place}"
+            return f"{self.rank_name} killed by {self.message.partition(' ')[0]}{memory}{place}"
         line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
         message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
-        if self.is_joint:
+        if self.is_joint or self.kind == LOST_NODE:
             return message
         if self.kind in (DIVERGED, CONNECTION):
             return f"{message}{place}"
         if self.is_lost_connection and any(text in message.lower() for text in _CLOSED_CONNECTION_TEXTS):
-            return f"rank {self.rank} lost the connection to another rank{place}"
+            return f"{self.rank_name} lost the connection to another rank{place}"
         parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
         line = f" ({self.where})" if self.where else ""
-        return f"rank {self.rank} failed{place}: {': '.join(parts)}{line}"
+        return f"{self.rank_name} failed{place}: {': '.join(parts)}{line}"
 
     @property
     def is_joint(self) -> bool:

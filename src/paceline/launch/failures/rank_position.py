@@ -4,6 +4,7 @@ The supervisor and `paceline why` observe it from the rank's pages in the attemp
 """
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -212,7 +213,11 @@ def observe_rank(folder: Path, rank: int, *, pid: int = 0) -> RankPosition:
     return position
 
 
-def observe_ranks(folder: Path) -> list[RankPosition]:
-    """Return the positions of all ranks that have a page in an attempt folder, in rank order."""
-    ranks = [path.name.removeprefix("activity-") for path in folder.glob("activity-*")]
-    return [observe_rank(folder, rank) for rank in sorted(int(rank) for rank in ranks if rank.isdecimal())]
+def observe_ranks(folder: Path, *, ranks: Container[int]) -> list[RankPosition]:
+    """Return the positions of those of `ranks` that have a page in an attempt folder, in rank order.
+
+    `ranks` must not have a rank of another machine, whose process can't be seen from here.
+    """
+    names = [path.name.removeprefix("activity-") for path in folder.glob("activity-*")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    return [observe_rank(folder, rank) for rank in numbers if rank in ranks]

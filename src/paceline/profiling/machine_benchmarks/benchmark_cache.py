@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline.filesystem.atomic_files import read_json, write_json
-from paceline.launch.launcher import kernel_fingerprint
+from paceline.launch.launch_environment import kernel_fingerprint
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, read_probe
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_cores

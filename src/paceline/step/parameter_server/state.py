@@ -15,6 +15,7 @@ from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import layout_of
 from paceline.step.parameter_server.push_messages import GradientPush
+from paceline.step.parameter_server.transport import ConnectionLost
 
 _PATIENCE = 0.25  # as a fraction of the worker's timeout
 
@@ -57,7 +58,8 @@ class ServerState:
         self._layout = layout_of(served.weights)
         self._shared_buffer = self._layout.empty_buffer() if leases.sums_shares else None
         self._shared_version: int | None = None
-        self._connected_workers: set[int] = set()
+        self._connected_workers: dict[int, int] = {}  # the rank of each
+        self._replaced_workers: set[int] = set()
         self._order_by_epoch: dict[int, str] = {}
 
     @property
@@ -113,6 +115,9 @@ class ServerState:
     def add_worker(self, worker: int, *, rank: int, start_number: int, digest: str) -> None:
         """Register a worker. `start_number` counts the starts of its process, and `digest` identifies its model.
 
+        An earlier worker of the same rank is lost, even if its connection has not ended: gloo may not notice for long
+        that the process at the other end was killed.
+
         Raises:
             DesyncError: the worker has built another model.
         """
@@ -123,7 +128,10 @@ class ServerState:
                     cause="code that builds, ties or freezes layers on some ranks only",
                     hint="build the same model on every rank",
                 )
-            self._connected_workers.add(worker)
+            for other in [other for other, other_rank in self._connected_workers.items() if other_rank == rank]:
+                self._replaced_workers.add(other)
+                self._remove_worker(other, reason="which was replaced")
+            self._connected_workers[worker] = rank
             self.worker_names[worker] = f"worker {rank}"
             if start_number > 1:
                 self.notes.append(f"the worker of rank {rank} has restarted")
@@ -132,38 +140,46 @@ class ServerState:
     def remove_worker(self, worker: int, *, reason: str) -> None:
         """Remove a worker. The shares that were leased to it and not pushed completely become free again."""
         with self.lock:
-            if worker not in self._connected_workers:
-                return
-            self._connected_workers.discard(worker)
-            self.last_disconnect_time = time.monotonic()
-            freed = self.leases.release_worker(worker)
-            if not self.is_over:
-                lost_shares = ", ".join(
-                    f"share {share.number + 1} of {share.num_shares} of step {share.step + 1}" for share in freed
-                )
-                outcome = (
-                    f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"
-                    if freed
-                    else "it was not computing a share"
-                )
-                self.notes.append(f"lost {self.worker_names[worker]}, {reason}: {outcome}")
-            self.lock.notify_all()
+            self._remove_worker(worker, reason=reason)
+
+    def _remove_worker(self, worker: int, *, reason: str) -> None:
+        if worker not in self._connected_workers:
+            return
+        del self._connected_workers[worker]
+        self.last_disconnect_time = time.monotonic()
+        freed = self.leases.release_worker(worker)
+        if not self.is_over:
+            lost_shares = ", ".join(
+                f"share {share.number + 1} of {share.num_shares} of step {share.step + 1}" for share in freed
+            )
+            outcome = (
+                f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"
+                if freed
+                else "it was not computing a share"
+            )
+            self.notes.append(f"lost {self.worker_names[worker]}, {reason}: {outcome}")
+        self.lock.notify_all()
 
     def lease_share(self, worker: int, *, buffer: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
         """Lease a share to this worker, and pack the weights into `buffer`.
 
         Return the lease and the location of the batch's samples. Return None if no share became free within `patience`
         seconds or the run is over.
+
+        Raises:
+            ConnectionLost: another worker has replaced this one.
         """
         granted_leases: list[Lease] = []
 
         def try_grant() -> bool:
-            lease = None if self.is_over else self.leases.lease_next(worker)
+            is_refused = self.is_over or worker in self._replaced_workers
+            lease = None if is_refused else self.leases.lease_next(worker)
             granted_leases.extend([] if lease is None else [lease])
-            return self.is_over or lease is not None
+            return is_refused or lease is not None
 
         with self.lock:
             self.lock.wait_for(try_grant, timeout=self.patience)
+            self._refuse_replaced(worker)
             if not granted_leases:
                 return None
             self._pack_weights(buffer)
@@ -177,11 +193,20 @@ class ServerState:
         self._shared_version = self.version if buffer is self._shared_buffer else None
 
     def store_push(self, lease: Lease, push: GradientPush) -> None:
-        """Store the push of a leased share on the first server, which decides when it is applied."""
+        """Store the push of a leased share on the first server, which decides when it is applied.
+
+        Raises:
+            ConnectionLost: another worker has replaced this one, so that its share is free again.
+        """
         with self.lock:
+            self._refuse_replaced(lease.worker)
             self.leases.record_push(lease)
             self.pushes[lease.number] = push
             self.lock.notify_all()
+
+    def _refuse_replaced(self, worker: int) -> None:
+        if worker in self._replaced_workers:
+            raise ConnectionLost("another worker of this rank has connected")
 
     def check_order(self, epoch: int, checksum: str, source: str) -> None:
         """Check that all workers have the same order of samples. `source` names the code that computes the order.

@@ -11,7 +11,7 @@ from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.filesystem.atomic_files import write_json
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.job import Job
-from paceline.launch.launcher import kernel_fingerprint
+from paceline.launch.launch_environment import kernel_fingerprint
 from paceline.planner.layout.host_resources import cpu_name
 from paceline.profiling.environment import torch_build
 from paceline.run_folder.run_folder import RunFolder

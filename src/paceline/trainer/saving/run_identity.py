@@ -5,7 +5,7 @@ from typing import Any
 from paceline.checkpoint.lr_schedule_state import describe_schedules
 from paceline.checkpoint.optimizer_state import group_names
 from paceline.checkpoint.state_dict_view import view_state_dict
-from paceline.launch.launcher import kernel_fingerprint
+from paceline.launch.launch_environment import kernel_fingerprint
 from paceline.step.update_rules import step_rule
 from paceline.trainer.saving.checkpointer import build_train_state
 from paceline.trainer.setup.build_training_setup import TrainingSetup

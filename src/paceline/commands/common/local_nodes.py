@@ -1,0 +1,97 @@
+"""Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for each of them."""
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+
+from paceline.commands.command_table import TrainOptions
+from paceline.errors import UsageError
+from paceline.launch.agent.signals import active_stop_signals, is_main_thread
+
+_LOOPBACK = "127.0.0.1"
+_MAX_NODES = 64
+
+
+def count_local_nodes(options: TrainOptions) -> int:
+    """Return how many nodes this machine is to play; 0 if `--nodes` names a host, or is not given.
+
+    Raises:
+        UsageError: the number is not possible, or another option contradicts it.
+    """
+    if options.nodes is None or not options.nodes.isdecimal():
+        return 0
+    num_nodes = int(options.nodes)
+    if not 1 < num_nodes <= _MAX_NODES:
+        hint = f"--nodes 2 plays 2 of them, at most {_MAX_NODES}; --nodes {num_nodes}:HOST needs a machine for each"
+        raise UsageError(f"--nodes {options.nodes} plays nodes on this machine.", hint=hint)
+    if options.node is not None:
+        raise UsageError("--node needs the host of node 0.", hint=f"--nodes {num_nodes}:HOST --node {options.node}")
+    return num_nodes
+
+
+def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[str]) -> int:
+    """Start the command of each node, with its output on this screen; return the exit code of the head.
+
+    A stop signal to this process goes to all nodes.
+    """
+    words = [*_as_words(options), *settings, "--nodes", f"{num_nodes}:{_LOOPBACK}:{_free_port()}"]
+    command = [sys.executable, *_module_options(), "-m", "paceline", "train", *words]
+    processes: list[subprocess.Popen[bytes]] = []
+    with _forwarded_signals(processes):
+        try:
+            for node in range(num_nodes):
+                output = None if node == 0 else sys.stderr.fileno()  # standard output is for the result
+                processes.append(subprocess.Popen([*command, "--node", str(node)], stdout=output))
+            codes = [process.wait() for process in processes]
+            return codes[0]
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+
+
+def _as_words(options: TrainOptions) -> list[str]:
+    """Return the options as the words of a command, without `--nodes`."""
+    words = [options.job]
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in ("job", "nodes", "node") or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _module_options() -> list[str]:
+    """Return the option with which files in this folder can't shadow modules, unless Paceline itself is here."""
+    is_here = Path(__file__).resolve().parents[4] == Path.cwd()
+    return [] if is_here else ["-P"]
+
+
+def _free_port() -> int:
+    with socket.create_server((_LOOPBACK, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _forwarded_signals(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Return a context in which the stop signals of this process go to all nodes. A terminal sends Ctrl-C to all."""
+
+    def forward(number: int, _: object) -> None:
+        if number != signal.SIGINT:
+            for process in processes:
+                process.send_signal(number)
+
+    numbers = active_stop_signals() if is_main_thread() else []
+    previous = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,164 @@
+"""The agent of a node that is not the head: it runs its part of each attempt, and watches the link to the head."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline.config.settings import Nodes
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, PacelineError
+from paceline.launch.agent.forkserver_client import ForkserverClient
+from paceline.launch.agent.stop_requests import StopRequests
+from paceline.launch.agent.supervisor import Supervisor
+from paceline.launch.failures.failure_record import Failure, failure_from_exception
+from paceline.launch.launch_environment import launch_environ
+from paceline.launch.several_nodes.attempt_part import AttemptPart
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
+from paceline.launch.several_nodes.node_group import FIRST_WORD_SECONDS
+from paceline.launch.several_nodes.node_messages import (
+    EndNode,
+    EndPart,
+    HeadMessage,
+    StartPart,
+    StopPart,
+    as_message,
+    part_ended,
+)
+from paceline.nodes.network_interfaces import interface_address
+from paceline.nodes.node_link import NodeLink
+from paceline.run_folder.run_folder import RunFolder
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberEnd:
+    """How a member ended. `node` is its number; None if it had none yet."""
+
+    node: int | None
+    exit_code: int
+    text: str
+    is_head_lost: bool = False
+
+
+class MemberAgent:
+    """The agent of a member. `run` returns how the head has ended it, or that the head is gone."""
+
+    def __init__(self, link: NodeLink, *, node: int, head: str, ranks_per_node: int, settings: Nodes) -> None:
+        self._link = link
+        self._node = node
+        self._head = head
+        self._ranks_per_node = ranks_per_node
+        self._settings = settings
+        self._stop_requests = StopRequests()
+        self._forkserver: ForkserverClient | None = None
+        self._end: MemberEnd | None = None
+        self._is_silence_reported = False
+
+    def run(self) -> MemberEnd:
+        """Run the parts of attempts that the head starts, until it ends this node or is gone."""
+        try:
+            with self._stop_requests.listening():
+                while self._end is None:
+                    message = self._next_message()
+                    if isinstance(message, StartPart):
+                        self._run_part(message)
+                    elif message is None:
+                        self._watch_head()
+                        if self._stop_requests.count > 1:  # between two attempts
+                            code = int(ExitCode.INTERRUPTED)
+                            self._end = MemberEnd(node=self._node, exit_code=code, text="stopped at once")
+                        time.sleep(_POLL_SECONDS)
+            return self._end
+        finally:
+            if self._forkserver is not None:
+                self._forkserver.close()
+            self._link.close()
+
+    def _next_message(self) -> HeadMessage | None:
+        """Return the next message; the one that ends this node is kept, too. What is no message is left out."""
+        while (value := self._link.next_message()) is not None:
+            try:
+                message: HeadMessage = msgspec.convert(value, HeadMessage)
+            except msgspec.ValidationError:
+                continue
+            if isinstance(message, EndNode):
+                self._end = MemberEnd(node=self._node, exit_code=message.exit_code, text=message.text)
+            return message
+        return None
+
+    def _watch_head(self) -> None:
+        """End this node if the head is gone, and say so if it is silent."""
+        seconds, patience = self._link.silence_seconds, self._settings.patience
+        reason = ""
+        if self._link.loss:
+            reason = "its agent has ended, or the connection to it was lost"
+        elif seconds > patience:
+            reason = f"nothing for {seconds:.0f} s"
+        if reason and self._end is None:
+            text = f"node 0 ({self._head}) is gone: {reason}"
+            self._end = MemberEnd(node=self._node, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=True)
+        is_silent = seconds > min(FIRST_WORD_SECONDS, patience / 2)
+        if is_silent and not self._is_silence_reported and not reason:
+            text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
+            print_line(f"node 0 ({self._head}): {text}", sys.stderr)
+        self._is_silence_reported = is_silent
+
+    def _run_part(self, start: StartPart) -> None:
+        """Run this node's part of an attempt, and send the head how it ended."""
+        ranks = range(start.first_rank, start.first_rank + self._ranks_per_node)
+        try:
+            code, failure, progress = self._supervise(start, ranks)
+        except (PacelineError, OSError) as error:  # for example, the folder can't be written
+            failure = failure_from_exception(error, rank=ranks.start)
+            code, progress = failure.exit_code, AttemptProgress()
+        ended = part_ended(start.attempt, exit_code=code, failure=failure, progress=progress)
+        self._link.send(as_message(ended))
+
+    def _supervise(self, start: StartPart, ranks: range) -> tuple[int, Failure | None, AttemptProgress]:
+        """Return the exit code, the failure and the progress of this node's ranks."""
+        request = start.request
+        part = AttemptPart(
+            ranks=ranks,
+            address=start.address,
+            port=start.port,
+            own_address=self._own_address(),
+            node=self._node,
+        )
+        path = part.write_request(RunFolder(Path(request["payload"]["run"])), start.attempt, request)
+        if self._forkserver is None:
+            self._forkserver = ForkserverClient(environ=launch_environ(os.environ, exact=start.exact))
+        supervisor = Supervisor(
+            forkserver=self._forkserver,
+            request=path,
+            ranks=ranks,
+            stop_requests=self._stop_requests,
+            watches_hangs=False,  # it would see only some of the ranks
+        )
+        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt))
+        return code, failure, read_progress(path.parent, ranks)
+
+    def _own_address(self) -> str:
+        """Return the address of this node on the network of the ranks."""
+        interface = self._settings.interface
+        return interface_address(interface) if interface else self._link.own_address
+
+    def _head_watch(self, supervisor: Supervisor, attempt: int) -> Callable[[], None]:
+        """Return the function that carries out, during an attempt, what the head asks for."""
+
+        def watch() -> None:
+            while (message := self._next_message()) is not None:
+                if isinstance(message, StopPart):
+                    supervisor.stop_attempt()
+                elif isinstance(message, EndPart) and message.attempt == attempt:
+                    supervisor.end_attempt()
+            self._watch_head()
+            if self._end is not None:
+                supervisor.end_attempt()
+
+        return watch

@@ -1,0 +1,228 @@
+"""The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and watches them."""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.config.settings import Nodes
+from paceline.console.output import print_line
+from paceline.errors import ExitCode
+from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.failures.first_failure import exit_code, first_failure
+from paceline.launch.rendezvous import reserve_port
+from paceline.launch.several_nodes.attempt_part import AttemptPart
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
+from paceline.launch.several_nodes.node_messages import EndNode, EndPart, PartEnded, StartPart, StopPart, as_message
+from paceline.nodes.node_link import NodeLink
+from paceline.run_folder.run_folder import RunFolder
+
+FIRST_WORD_SECONDS = 10.0
+_POLL_SECONDS = 0.02
+_END_SECONDS = 60.0  # from the order to end a part to its end; an agent kills its ranks for up to 30 s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A node other than the head."""
+
+    host: str
+    link: NodeLink
+
+
+class NodeGroup:
+    """The nodes of a run. The head is node 0, and each node has `ranks_per_node` ranks, in the order of the nodes.
+
+    `gather(lost, is_stopped)` waits for nodes that take the places of lost ones, unless `is_stopped()` becomes true. It
+    returns the new members and, if some did not come, why.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[int, Member],
+        *,
+        own_host: str,
+        own_address: str,
+        ranks_per_node: int,
+        settings: Nodes,
+        gather: Callable[[Sequence[int], Callable[[], bool]], tuple[Mapping[int, Member], str]],
+    ) -> None:
+        self.settings = settings
+        self._members = dict(members)
+        self._hosts = {0: own_host, **{node: member.host for node, member in members.items()}}
+        self._own_address = own_address
+        self._ranks_per_node = ranks_per_node
+        self._gather = gather
+        self._attempt = 0
+        self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
+        self._results: dict[int, PartResult] = {}  # of the current attempt
+        self._lost: list[int] = []
+        self._silent: set[int] = set()  # nodes of whose silence the screen says something
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, with the head."""
+        return len(self._hosts)
+
+    def start_attempt(
+        self, run: RunFolder, attempt: int, request: Mapping[str, Any], *, exact: bool
+    ) -> tuple[AttemptPart, Path]:
+        """Have all members run their parts of an attempt. Return the part of this node, and the path of its request.
+
+        Raises:
+            MachineError: the address of this node is gone.
+            UsageError: the folder of the attempt can't be written.
+        """
+        self._attempt, self._results = attempt, {}
+        if self._reservation is not None:
+            self._reservation.close()
+        self._reservation = reserve_port(self._own_address)  # until the next attempt
+        port = int(self._reservation.getsockname()[1])
+        part = AttemptPart(ranks=self._ranks(0), address=self._own_address, port=port, own_address=self._own_address)
+        path = part.write_request(run, attempt, request)  # before the members look for the folder
+        for node, member in self._members.items():
+            start = StartPart(
+                attempt=attempt,
+                first_rank=self._ranks(node).start,
+                address=self._own_address,
+                port=port,
+                exact=exact,
+                request=dict(request),
+            )
+            member.link.send(as_message(start))
+        return part, path
+
+    def stop_attempt(self) -> None:
+        """Ask the ranks of all members to finish their step, save, and stop."""
+        self._send_all(StopPart())
+
+    def has_failed(self) -> bool:
+        """Read what the members say, and return whether the attempt has failed on one of them, or one is lost."""
+        for node, member in list(self._members.items()):
+            while (message := member.link.next_message()) is not None:
+                self._record(node, message)
+            self._watch_silence(node, member)
+        codes = {result.exit_code for result in self._results.values()}
+        return bool(self._lost or codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)})
+
+    def finish_attempt(self, own: PartResult, *, is_abandoned: Callable[[], bool]) -> PartResult:
+        """Wait until all parts have ended, and return the result of the attempt.
+
+        If this node's part has failed, the others are ended. With `is_abandoned`, they are not waited for.
+        """
+        if own.failure is not None or own.exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
+            self._send_all(EndPart(attempt=self._attempt))
+        deadline: float | None = None
+        while self._running_nodes() and not is_abandoned():
+            if self.has_failed() and deadline is None:
+                self._send_all(EndPart(attempt=self._attempt))
+                deadline = time.monotonic() + _END_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                for node in self._running_nodes():
+                    self._lose(node, f"its ranks did not end within {_END_SECONDS:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return self._join(own)
+
+    def replace_lost(self, *, is_stopped: Callable[[], bool]) -> str:
+        """Wait for nodes that take the places of lost ones. Return why the run can't go on, or "" if it can."""
+        if not self._lost:
+            return ""
+        came, problem = self._gather(sorted(self._lost), is_stopped)
+        for node, member in came.items():
+            self._members[node], self._hosts[node] = member, member.host
+            self._lost.remove(node)
+        return problem
+
+    def end(self, code: int, text: str) -> None:
+        """End all members with the exit code of the run."""
+        for node, member in self._members.items():
+            member.link.send(as_message(EndNode(node=node, exit_code=code, text=text)))
+            member.link.close()
+        self._members.clear()
+        if self._reservation is not None:
+            self._reservation.close()
+
+    def _ranks(self, node: int) -> range:
+        return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)
+
+    def _running_nodes(self) -> list[int]:
+        return [node for node in self._members if node not in self._results]
+
+    def _send_all(self, message: msgspec.Struct) -> None:
+        for member in self._members.values():
+            member.link.send(as_message(message))
+
+    def _record(self, node: int, message: Any) -> None:
+        """Record the end of a member's part. Ends of earlier attempts are left out."""
+        with suppress(msgspec.ValidationError, TypeError):
+            ended = msgspec.convert(message, PartEnded)
+            if ended.attempt == self._attempt:
+                failure = ended.read_failure(host=self._hosts[node])
+                self._results[node] = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
+
+    def _watch_silence(self, node: int, member: Member) -> None:
+        """Say that a node is silent, or count it as lost."""
+        seconds, patience = member.link.silence_seconds, self.settings.patience
+        if member.link.loss:
+            self._lose(node, "its agent has ended, or the connection to it was lost")
+        elif seconds > patience:
+            self._lose(node, f"nothing for {seconds:.0f} s")
+        elif seconds > min(FIRST_WORD_SECONDS, patience / 2):
+            if node not in self._silent:
+                text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
+                print_line(f"{self._describe(node)}: {text}", sys.stderr)
+            self._silent.add(node)
+        elif node in self._silent and seconds < 1.0:
+            self._silent.discard(node)
+            print_line(f"{self._describe(node)} is there again", sys.stderr)
+
+    def _lose(self, node: int, reason: str) -> None:
+        """Count a node as lost, which is a failure of the attempt."""
+        member = self._members.pop(node)
+        member.link.close()
+        self._silent.discard(node)
+        self._lost.append(node)
+        message = f"{self._describe(node)} is gone: {reason}"
+        self._results[node] = PartResult(
+            exit_code=int(ExitCode.STOPPED),
+            failure=Failure(
+                rank=self._ranks(node).start,
+                kind=LOST_NODE,
+                message=message,
+                screen=message,
+                exit_code=int(ExitCode.STOPPED),
+                monotonic_ns=time.monotonic_ns(),
+                host=self._hosts[node],
+            ),
+            progress=AttemptProgress(),
+        )
+
+    def _describe(self, node: int) -> str:
+        ranks = describe_ranks(node, ranks_per_node=self._ranks_per_node)
+        return f"node {node} ({self._hosts[node]}, {ranks})"
+
+    def _join(self, own: PartResult) -> PartResult:
+        """Return the result of the attempt from those of its parts."""
+        own_failure = own.failure
+        if own_failure is not None and own_failure.rank >= 0 and not own_failure.is_joint:
+            own_failure = replace(own_failure, host=self._hosts[0])
+        parts = [own, *self._results.values()]
+        failures = [own_failure, *(result.failure for result in self._results.values())]
+        progress = join_progress(part.progress for part in parts)
+        first = first_failure([failure for failure in failures if failure is not None])
+        if first is not None and first.kind == LOST_NODE:
+            first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
+        code = exit_code({number: part.exit_code for number, part in enumerate(parts)}, first)
+        return PartResult(exit_code=code, failure=first, progress=progress)
+
+
+def describe_ranks(node: int, *, ranks_per_node: int) -> str:
+    """Return the ranks of a node, such as "ranks 8-15"."""
+    first = node * ranks_per_node
+    return f"rank {first}" if ranks_per_node == 1 else f"ranks {first}-{first + ranks_per_node - 1}"

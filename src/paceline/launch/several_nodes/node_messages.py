@@ -1,0 +1,85 @@
+"""The messages between the head's agent and the others while a run lasts."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from paceline.launch.failures.failure_record import Failure
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress
+
+
+class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="start"):
+    """From the head: run your part of an attempt. `request` is that of the head's own ranks."""
+
+    attempt: int
+    first_rank: int
+    address: str
+    """Where rank 0 listens."""
+    port: int
+    exact: bool
+    request: dict[str, Any]
+
+
+class StopPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="stop"):
+    """From the head: ask your ranks to finish their step, save, and stop."""
+
+
+class EndPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="kill"):
+    """From the head: end your ranks of this attempt at once."""
+
+    attempt: int
+
+
+class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="end"):
+    """From the head: the run is over."""
+
+    node: int | None
+    exit_code: int
+    text: str
+
+
+class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ended"):
+    """From a member: no process of its part is left. Clocks differ between machines, so a failure has its age."""
+
+    attempt: int
+    exit_code: int
+    progress: AttemptProgress
+    failure: dict[str, Any] | None = None
+    failure_age_seconds: float = 0.0
+
+    def read_failure(self, *, host: str) -> Failure | None:
+        """Return the failure with its time on the clock of this machine.
+
+        Raises:
+            TypeError: these are not the fields of a failure.
+        """
+        if self.failure is None:
+            return None
+        monotonic_ns = time.monotonic_ns() - int(self.failure_age_seconds * 1e9)
+        return Failure(**{**self.failure, "monotonic_ns": monotonic_ns, "host": host})
+
+
+HeadMessage = StartPart | StopPart | EndPart | EndNode
+
+
+def part_ended(attempt: int, *, exit_code: int, failure: Failure | None, progress: AttemptProgress) -> PartEnded:
+    """Return the message about the end of a member's part."""
+    age_seconds = 0.0
+    if failure is not None and failure.monotonic_ns:
+        age_seconds = max(0.0, (time.monotonic_ns() - failure.monotonic_ns) / 1e9)
+    return PartEnded(
+        attempt=attempt,
+        exit_code=exit_code,
+        progress=progress,
+        failure=None if failure is None else asdict(failure),
+        failure_age_seconds=age_seconds,
+    )
+
+
+def as_message(value: msgspec.Struct) -> Mapping[str, Any]:
+    """Return a message as JSON."""
+    fields: Mapping[str, Any] = msgspec.to_builtins(value)
+    return fields

@@ -1,0 +1,188 @@
+"""The head's view of the other nodes: how their parts end, and when one of them is lost."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.config.settings import Nodes
+from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
+from paceline.launch.several_nodes.node_group import Member, NodeGroup
+from paceline.launch.several_nodes.node_messages import as_message, part_ended
+from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.node_link import NodeLink
+from paceline.run_folder.run_folder import RunFolder
+from tests.nodes.test_line_channel import as_tcp
+from tests.waiting import wait_until
+
+DONE = PartResult(exit_code=0, failure=None, progress=AttemptProgress(start_step=0, step=12))
+REQUEST = {"payload": {"run": "runs/a", "settings": {}}, "ranks": 4}
+
+
+class Nodes3:
+    """A head with two members, which this test plays."""
+
+    def __init__(self, *, patience: float = 30.0) -> None:
+        self.channels: dict[int, LineChannel] = {}
+        self.replacements: dict[int, Member] = {}
+        members = {node: self.member(node) for node in (1, 2)}
+        self.group = NodeGroup(
+            members, own_host="host0", own_address="127.0.0.1", ranks_per_node=2,
+            settings=Nodes(patience=patience), gather=self.gather,
+        )  # fmt: skip
+
+    def member(self, node: int) -> Member:
+        ours, theirs = socket.socketpair()
+        self.channels[node] = LineChannel(as_tcp(theirs))
+        return Member(host=f"host{node}", link=NodeLink(LineChannel(as_tcp(ours))))
+
+    def close(self) -> None:
+        self.group.end(0, "done")
+        for channel in self.channels.values():
+            channel.close()
+
+    def gather(self, lost: Sequence[int], _: Callable[[], bool]) -> tuple[Mapping[int, Member], str]:
+        return self.replacements, "" if set(lost) == set(self.replacements) else "node 1 did not come"
+
+    def say(
+        self, node: int, *, code: int = 0, failure: Failure | None = None, attempt: int = 1, step: int = 12
+    ) -> None:
+        progress = AttemptProgress(start_step=3, step=step)
+        self.channels[node].send(as_message(part_ended(attempt, exit_code=code, failure=failure, progress=progress)))
+
+    def heard(self, node: int) -> list[Mapping[str, Any]]:
+        """What the head has said to a member, without beats; after the last message, a moment passes."""
+        messages: list[Mapping[str, Any]] = []
+        with suppress(OSError):  # the head has closed the link
+            while batch := self.channels[node].receive_available(seconds=0.3):
+                messages += [message for message in batch if message != {"do": "beat"}]
+        return messages
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes3]:
+    made = Nodes3()
+    yield made
+    made.close()
+
+
+def finish(nodes: Nodes3, own: PartResult = DONE) -> PartResult:
+    return nodes.group.finish_attempt(own, is_abandoned=lambda: False)
+
+
+def test_each_node_gets_its_ranks_and_the_port_that_is_kept_for_rank_0(nodes: Nodes3, tmp_path: Path) -> None:
+    part, path = nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=True)
+    starts = {node: nodes.heard(node)[0] for node in (1, 2)}
+    assert part.ranks == range(2) and [starts[node]["first_rank"] for node in (1, 2)] == [2, 4]
+    assert {start["port"] for start in starts.values()} == {part.port} and part.port
+    assert starts[1]["exact"] is True and starts[1]["request"] == REQUEST and path.is_file()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", part.port))
+
+
+def test_an_attempt_is_done_if_all_parts_are(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.say(1, step=11)
+    nodes.say(2, code=75)
+    result = finish(nodes)
+    assert (result.exit_code, result.failure) == (75, None)
+    assert result.progress == AttemptProgress(start_step=3, step=12)
+
+
+def test_the_failure_of_a_member_ends_the_others_and_names_its_host(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    assert not nodes.group.has_failed()
+    failure = Failure(rank=2, kind="signal", message="SIGKILL", step=7, monotonic_ns=time.monotonic_ns())
+    nodes.say(1, code=1, failure=failure)
+    wait_until(nodes.group.has_failed)
+    nodes.say(2, code=1)
+    lost = Failure(rank=0, kind="RuntimeError", message="Connection closed by peer", monotonic_ns=1)
+    result = finish(nodes, PartResult(exit_code=1, failure=lost, progress=AttemptProgress()))
+    assert result.failure is not None and result.exit_code == 1
+    assert result.failure.summary == "rank 2 on host1 killed by SIGKILL at step 7"
+    assert nodes.heard(2)[-1] == {"do": "kill", "attempt": 1}
+
+
+def test_a_failure_has_its_time_on_the_clock_of_the_head(nodes: Nodes3, tmp_path: Path) -> None:
+    """Each machine's monotonic clock begins anywhere."""
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    theirs = Failure(rank=2, kind="ValueError", message="later", monotonic_ns=time.monotonic_ns())
+    message = as_message(part_ended(1, exit_code=1, failure=theirs, progress=AttemptProgress()))
+    message = {**message, "failure": {**message["failure"], "monotonic_ns": 5}, "failure_age_seconds": 0.5}
+    nodes.channels[1].send(message)
+    nodes.say(2)
+    ours = Failure(rank=0, kind="ValueError", message="first", monotonic_ns=time.monotonic_ns() - 10**9)
+    result = finish(nodes, PartResult(exit_code=1, failure=ours, progress=AttemptProgress()))
+    assert result.failure is not None and result.failure.message == "first"
+
+
+def test_the_end_of_an_earlier_attempt_does_not_count(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    nodes.say(1, code=1, attempt=1)
+    nodes.channels[1].send({"do": "ended"})
+    nodes.channels[1].send("nonsense")
+    nodes.say(1, attempt=2)
+    nodes.say(2, attempt=2)
+    assert finish(nodes).exit_code == 0
+
+
+def test_a_node_whose_agent_ends_is_lost_and_the_run_can_be_started_again(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    wait_until(nodes.group.has_failed)
+    nodes.say(2, code=1, step=9)
+    result = finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress(step=8)))
+    assert result.exit_code == 75 and result.failure is not None and result.failure.kind == LOST_NODE
+    expected = "node 1 (host1, ranks 2-3) is gone: its agent has ended, or the connection to it was lost; last step 9"
+    assert result.failure.summary == expected
+
+
+def test_a_silent_node_is_named_and_is_lost_after_the_patience(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = Nodes3(patience=1.0)
+    beating = True
+
+    def beat() -> bool:
+        nodes.channels[2].send({"do": "beat"})
+        return nodes.group.has_failed()
+
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    assert beating and not nodes.group.has_failed()
+    wait_until(beat)
+    nodes.say(2, code=1)
+    result = finish(nodes)
+    assert result.failure is not None and "node 1 (host1, ranks 2-3) is gone: nothing for 1 s" in result.failure.message
+    assert "node 1 (host1, ranks 2-3): nothing for 1 s; it counts as gone after 1 s" in capsys.readouterr().err
+    nodes.close()
+
+
+def test_another_node_takes_the_place_of_a_lost_one(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    nodes.say(2, code=1)
+    finish(nodes)
+    assert nodes.group.replace_lost(is_stopped=lambda: False) == "node 1 did not come"
+    nodes.replacements = {1: nodes.member(1)}
+    assert nodes.group.replace_lost(is_stopped=lambda: False) == ""
+    nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    assert nodes.heard(1)[0]["attempt"] == 2 and not nodes.group.has_failed()
+
+
+def test_members_end_with_the_exit_code_of_the_run() -> None:
+    nodes = Nodes3()
+    nodes.group.end(4, "a difference")
+    assert nodes.heard(2) == [{"do": "end", "node": 2, "exit_code": 4, "text": "a difference"}]
+    nodes.close()
+
+
+def test_a_message_is_json(nodes: Nodes3) -> None:
+    failure = Failure(rank=2, kind="ValueError", message="x", said={"numbers": {"a": 1.5}})
+    message = as_message(part_ended(1, exit_code=1, failure=failure, progress=AttemptProgress()))
+    assert msgspec.json.decode(msgspec.json.encode(message)) == message and nodes

@@ -1,0 +1,185 @@
+"""A training on several nodes that Paceline starts itself: the same weights as on one machine, whatever is killed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Shop
+from tests.launch.several_nodes.own_nodes import OwnNodes, rank_pid, wait_for_step
+from tests.waiting import wait_until
+
+STEPS = 12
+WORDS = ("--train.steps", str(STEPS), "--train.threads", "1", "--watch.to", "console,jsonl")
+
+
+def nodes_of(shop: Shop, run: str, *words: str, count: int = 2) -> OwnNodes:
+    return OwnNodes(shop, count, ("--run-dir", run, *WORDS, *words))
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "per_node"),
+    [("ddp", 2, 1), ("fsdp", 2, 2), ("pp=2,dp_shard=2", 2, 2), ("zero2", 3, 1)],
+)
+def test_the_weights_are_those_of_one_machine(shop: Shop, layout: str, count: int, per_node: int) -> None:
+    nodes = nodes_of(shop, "many", "--layout", layout, "--ranks-per-node", str(per_node), count=count)
+    nodes.start_all()
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0] * count, [end.screen for end in ends]
+    total = count * per_node
+    one = shop.train("one", "--layout", layout, "--train.threads", "1", ranks=total, steps=STEPS)
+    assert one.code == 0, one.err
+    assert shop.digest("many") == shop.digest("one")
+    assert f"starting {total} processes on {count} nodes" in ends[0].out
+    first, last = per_node * (count - 1), total - 1
+    ranks = f"rank {first}" if per_node == 1 else f"ranks {first}-{last}"
+    assert f"node {count - 1} of {count}, with {ranks}; the screen of node 0" in ends[-1].out
+    assert sorted(path.name for path in (shop.path / "many/logs/attempt-1").glob("rank-*.log")) == [
+        f"rank-{rank}.log" for rank in range(total)
+    ]
+
+
+def test_a_rank_that_is_killed_on_another_node_restarts_the_run_on_all_nodes(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--ranks-per-node", "2", "--checkpoint.every", "2", "--faults", "kill rank=3 step=5")
+    nodes.start_all()
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert "rank 3 on " in ends[0].out and "killed by SIGKILL at step 5" in ends[0].out, ends[0].screen
+    assert shop.train("one", "--train.threads", "1", ranks=4, steps=STEPS).code == 0
+    assert shop.digest("many") == shop.digest("one")
+
+
+def test_an_error_on_another_node_is_shown_by_the_head_with_its_line(shop: Shop) -> None:
+    job = (shop.path / "job.py").read_text().replace(
+        "    kept = batch[-1] != 3\n    return F",
+        "    kept = batch[-1] != 3\n    if os.environ['RANK'] == '1': raise ValueError('only here')\n    return F",
+    )  # fmt: skip
+    shop.write("broken.py", job)
+    nodes = nodes_of(shop, "many")
+    for node in range(2):
+        nodes.start(node, job="broken.py")
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [1, 1], [end.screen for end in ends]
+    assert "First error: rank 1 on " in ends[0].screen and "ValueError: only here" in ends[0].screen
+    assert "broken.py:" in ends[0].screen and "FAILED" in ends[1].screen, ends[1].screen
+
+
+def test_a_node_that_is_killed_ends_all_and_the_run_can_be_started_again(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--ranks-per-node", "1", "--checkpoint.every", "1", "--train.steps", "400", count=3)
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    run = shop.path / "many"
+    wait_for_step(run, 5)
+    pids = [rank_pid(run, rank) for rank in range(3)]
+    os.kill(nodes.processes[1].pid, signal.SIGKILL)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [75, -9, 75], [end.screen for end in ends]
+    for end in (ends[0], ends[2]):
+        assert "node 1 (" in end.screen and "rank 1) is gone" in end.screen, end.screen
+    assert f"--nodes {nodes.option} --ranks-per-node 1" in ends[0].screen
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
+
+
+def test_a_node_that_is_killed_and_started_again_continues_the_run(shop: Shop) -> None:
+    words = ("--checkpoint.every", "1", "--nodes.restarts", "2", "--train.steps", "60", "--train.exact", "true")
+    nodes = nodes_of(shop, "many", *words)
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    run = shop.path / "many"
+    wait_for_step(run, 5, rank=1)
+    os.kill(nodes.processes[1].pid, signal.SIGKILL)
+    nodes.processes[1].communicate(timeout=60)
+    nodes.start(1)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert "waiting for a node in its place (restart 1 of 2)" in ends[0].err, ends[0].screen
+    assert (run / "logs/attempt-2").is_dir()
+    assert shop.train("one", "--train.exact", "true", ranks=2, steps=60).code == 0
+    assert shop.digest("many") == shop.digest("one")
+
+
+def test_the_head_may_be_killed_and_started_again_too(shop: Shop) -> None:
+    words = ("--checkpoint.every", "1", "--nodes.restarts", "2", "--train.steps", "60", "--train.exact", "true")
+    nodes = nodes_of(shop, "many", *words)
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    run = shop.path / "many"
+    wait_for_step(run, 5)
+    os.kill(nodes.processes[0].pid, signal.SIGKILL)
+    nodes.processes[0].communicate(timeout=60)
+    nodes.start(0)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert "node 0 (" in ends[1].err and "waiting for it (restart 1 of 2)" in ends[1].err, ends[1].screen
+    assert shop.train("one", "--train.exact", "true", ranks=2, steps=60).code == 0
+    assert shop.digest("many") == shop.digest("one")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stop_signal_to_any_node_saves_and_stops_all(shop: Shop, node: int) -> None:
+    nodes = nodes_of(shop, "many", "--train.steps", "500")
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    wait_for_step(shop.path / "many", 5)
+    nodes.processes[node].send_signal(signal.SIGTERM)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [75, 75], [end.screen for end in ends]
+    assert f"Stopped and saved. Resume: paceline train job.py --run-dir many --nodes {nodes.option}" in ends[0].screen
+
+
+def test_a_second_signal_to_the_head_ends_all_at_once(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--train.steps", "500")
+    nodes.start_all(environ={"PAUSE": "2"})
+    wait_for_step(shop.path / "many", 1)
+    for _ in range(2):
+        nodes.processes[0].send_signal(signal.SIGTERM)
+        time.sleep(0.3)  # two at once are one
+    ends = nodes.ends()
+    assert ends[0].code == 130 and ends[1].code == 130, [end.screen for end in ends]
+
+
+def test_another_setting_on_a_node_is_refused_before_anything_starts(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many")
+    nodes.start(0, "--train.max_grad_norm", "1.0")
+    nodes.start(1, "--train.max_grad_norm", "2.0")
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
+    assert "train.max_grad_norm differs: 1.0 on node 0, 2.0 on node 1" in ends[0].screen
+    assert not (shop.path / "many/logs").exists()
+
+
+def test_a_node_without_the_job_file_ends_all_with_its_reason(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many")
+    nodes.start(0)
+    nodes.start(1, job="missing.py")
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
+    assert "missing.py" in ends[0].screen and "does not exist" in ends[0].screen
+
+
+def test_a_head_that_refuses_its_command_says_so_to_the_others(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many")
+    nodes.start(0, "--layout", "tp=3")
+    nodes.start(1)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
+    assert "node 0: " in ends[1].screen, ends[1].screen
+
+
+def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--nodes.wait", "1")
+    nodes.start(0)
+    end = nodes.end(0)
+    assert end.code == 3 and "1 node did not come within 1 s; here are the head" in end.screen, end.screen
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ranks", "2"), "--ranks-per-node, the number of processes on each machine"),
+        (("--layout", "threads"), "layout threads is one process"),
+        (("--update", "ps"), "can't be started on several nodes yet"),
+        (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),
+    ],
+)
+def test_what_nodes_cannot_do_is_refused_at_once(shop: Shop, words: tuple[str, ...], says: str) -> None:
+    done = shop.run("train", "job.py", "--nodes", "2:127.0.0.1:1", "--node", "1", *words, "--nodes.wait", "0.2")
+    assert done.code == 2 and says in done.err + done.out, done.err + done.out
