@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.commands.common.execution import create_run_folder
+from paceline.commands.common.start_folder import create_run_folder
 from tests.conftest import Shop, no_process
 
 REFUSED = {

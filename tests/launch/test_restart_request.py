@@ -11,6 +11,7 @@ from paceline.launch.agent.shared_status import HeartbeatWriter, read_heartbeat
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.launcher import LaunchRequest, _attempt_ended, _restart_request
 from paceline.launch.run_outcome import LaunchOutcome
+from paceline.launch.several_nodes.attempt_progress import read_progress
 from paceline.run_folder.run_folder import RunFolder
 
 KILL = Failure(rank=1, kind="signal", message="SIGKILL (from outside)", step=118, monotonic_ns=5_000)
@@ -33,7 +34,10 @@ def restarted(
         page.write(step=reached)
         page.close()
     request = LaunchRequest(ranks=2, run=RunFolder(run), payload=payload)
-    outcome = LaunchOutcome(exit_code=1, failure=failure, attempt_folder=attempt, seconds=1.0, ranks=2)
+    progress = read_progress(attempt, range(2))
+    outcome = LaunchOutcome(
+        exit_code=1, failure=failure, attempt_folder=attempt, seconds=1.0, ranks=2, progress=progress
+    )
     end = _attempt_ended(request, outcome)
     found = _restart_request(request, end, failure).payload
     assert found is not None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.commands.common import execution as running
-from paceline.commands.common.execution import create_run_folder
+from paceline.commands.common import start_folder as running
+from paceline.commands.common.start_folder import create_run_folder
 from paceline.commands.report import report
 from paceline.config.task import Task
 from paceline.errors import UsageError

@@ -10,11 +10,11 @@ from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    assign_run_folder,
     execute,
     make_task,
     read_result,
 )
+from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.job_reference import OBJECT_PREFIX, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task

@@ -18,13 +18,13 @@ from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    assign_run_folder,
     execute,
     failure_result,
     make_task,
     read_result,
 )
 from paceline.commands.common.hf_config_as_job import config_as_job
+from paceline.commands.common.start_folder import assign_run_folder
 from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task

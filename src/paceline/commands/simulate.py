@@ -11,12 +11,12 @@ from paceline.commands.command_table import VerbOutput
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    assign_run_folder,
     execute,
     make_task,
     read_result,
 )
 from paceline.commands.common.hf_config_as_job import config_as_job, is_hf_config
+from paceline.commands.common.start_folder import assign_run_folder
 from paceline.commands.compare_layouts import page_line
 from paceline.commands.plan import refuse_other_rank_count
 from paceline.config.layout import parse_layout

@@ -13,7 +13,6 @@ from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    assign_run_folder,
     command_outcome,
     execute,
     failure_result,
@@ -22,6 +21,7 @@ from paceline.commands.common.execution import (
 )
 from paceline.commands.common.local_nodes import count_local_nodes, run_local_nodes
 from paceline.commands.common.node_start import NodeStart, tell_head, training_place
+from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.config.task import Task

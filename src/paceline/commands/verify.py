@@ -9,13 +9,13 @@ from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
-    assign_run_folder,
     execute,
     failure_result,
     make_task,
     read_result,
     run_options,
 )
+from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.layout import parse_layout
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task

@@ -118,7 +118,7 @@ class Nodes:
     """Settings for a run that Paceline itself starts on several nodes.
 
     `wait` is the time in seconds in which the nodes meet. A node from which nothing has come for `patience` seconds is
-    lost. `restarts` is how many times the run continues with another node, or the same one, in the place of a lost one.
+    lost. `restarts` is how many times the run continues with another node, or the same one again, after one was lost.
     `interface` is the network interface of the ranks.
     """
 

@@ -154,9 +154,7 @@ def _run_attempts(
             elif end is not None:
                 request = _resized_request(request)
             request = _with_ranks(request, action.ranks)
-            problem = "" if request.nodes is None else request.nodes.replace_lost(is_stopped=stop_requests.is_asked)
-            if stop_requests.count and problem:
-                problem = "a stop was requested."
+            problem = _replace_lost_nodes(request, stop_requests)
             if problem:
                 actions.append(EndRun(reason=f"Not restarted: {problem}"))
                 continue
@@ -180,13 +178,24 @@ def _run_attempts(
             actions += policy.handle(end)
         elif isinstance(action, EndRun):
             assert outcome is not None
-            if outcome.failure is not None and action.reason:
-                _write_failure(outcome.attempt_folder, replace(outcome.failure, end_reason=action.reason))
-            if outcome.exit_code == ExitCode.INTERRUPTED:
-                with suppress(OSError):
-                    (outcome.attempt_folder / STOPPED_AT_ONCE).touch()
+            _record_end(outcome, reason=action.reason)
             seconds = time.monotonic() - start_time
             return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
+
+
+def _record_end(outcome: LaunchOutcome, *, reason: str) -> None:
+    """Write to the folder of the last attempt why the run ended."""
+    if outcome.failure is not None and reason:
+        _write_failure(outcome.attempt_folder, replace(outcome.failure, end_reason=reason))
+    if outcome.exit_code == ExitCode.INTERRUPTED:
+        with suppress(OSError):
+            (outcome.attempt_folder / STOPPED_AT_ONCE).touch()
+
+
+def _replace_lost_nodes(request: LaunchRequest, stop_requests: StopRequests) -> str:
+    """Wait for nodes that replace lost ones. Return why the run can't go on, or "" if it can."""
+    problem = "" if request.nodes is None else request.nodes.replace_lost(is_stopped=stop_requests.is_asked)
+    return "a stop was requested." if problem and stop_requests.count else problem
 
 
 def _run_requested(request: LaunchRequest) -> RunRequested:
@@ -244,21 +253,8 @@ def _run_attempt(
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
-    attempt = request.run.next_attempt()
-    fork_request = {
-        "entry": request.entry,
-        "payload": {**(request.payload or {}), "attempt": attempt},
-        "script": request.script,
-        "ranks": request.ranks,
-        "threads": request.threads,
-        "servers": request.servers,
-    }
+    part, path = _start_part(request, request.run.next_attempt())
     nodes = request.nodes
-    if nodes is None:
-        part = AttemptPart(ranks=range(request.ranks))
-        path = part.write_request(request.run, attempt, fork_request)
-    else:
-        part, path = nodes.start_attempt(request.run, attempt, fork_request, exact=request.exact)
     tick = on_start(path.parent) if on_start else _do_nothing
     supervisor = Supervisor(
         forkserver=forkserver,
@@ -296,6 +292,22 @@ def _run_attempt(
         seconds=time.monotonic() - start_time,
         ranks=request.ranks,
     )
+
+
+def _start_part(request: LaunchRequest, attempt: int) -> tuple[AttemptPart, Path]:
+    """Return the part of an attempt that runs here, and the path of its request. Other nodes start their parts."""
+    fork_request = {
+        "entry": request.entry,
+        "payload": {**(request.payload or {}), "attempt": attempt},
+        "script": request.script,
+        "ranks": request.ranks,
+        "threads": request.threads,
+        "servers": request.servers,
+    }
+    if request.nodes is not None:
+        return request.nodes.start_attempt(request.run, attempt, fork_request, exact=request.exact)
+    part = AttemptPart(ranks=range(request.ranks))
+    return part, part.write_request(request.run, attempt, fork_request)
 
 
 class _SaveWatch:

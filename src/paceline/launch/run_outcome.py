@@ -139,5 +139,6 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     if num_others and failure.kind not in (DIVERGED, CONNECTION, LOST_NODE) and not failure.is_joint:
         others = plural(num_others, "rank") if num_others > 1 else "rank"
         lines.append(f"The other {others} stopped because rank {failure.rank} {reason}.")
-    lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, f"Full text: {log}"]
+    log_lines = [] if failure.kind == LOST_NODE else [f"Full text: {log}"]  # what it wrote last says nothing
+    lines += [*([outcome.end_reason] if outcome.end_reason else []), *extra_lines, *log_lines]
     return "\n".join([*lines, *resume_lines])

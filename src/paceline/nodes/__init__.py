@@ -17,5 +17,6 @@ Start with `examination.py`.
 - `node_place.py`: The place of this process among the nodes: how many there are, which one this is, and where they
   meet.
 - `run_folder_check.py`: The check that the run folder can be written, and that all nodes see the same one.
-- `slurm_hosts.py`: The host names of a Slurm step, from Slurm's own short form, such as `node[1-3,07],login`.
+- `slurm_hosts.py`: The hosts of a Slurm step, from Slurm's own short form, such as `node[1-3,07],login`, and the port
+  where they meet.
 """

@@ -34,7 +34,7 @@ class NodeLink:
 
     @property
     def silence_seconds(self) -> float:
-        """For how long nothing has come, without the time in which this process itself was stopped."""
+        """The seconds for which nothing has come, without the time in which this process itself was stopped."""
         return self._silence_seconds
 
     @property

@@ -139,7 +139,7 @@ class Reception:
                 self._arrivals.remove(arrival)
 
     def turn_away(self, text: str, *, exit_code: int, seconds: float) -> None:
-        """For a while, end every node that comes, because this one can't start the run."""
+        """End every node that comes within `seconds`, because this one can't start the run."""
         with self._changed:
             self._ending = (text, exit_code)
             for arrival in self._arrivals:

@@ -1,5 +1,6 @@
 """A training on several nodes that Paceline starts itself: the same weights as on one machine, whatever is killed."""
 
+import json
 import os
 import signal
 import time
@@ -77,7 +78,7 @@ def test_a_node_that_is_killed_ends_all_and_the_run_can_be_started_again(shop: S
     assert [end.code for end in ends] == [75, -9, 75], [end.screen for end in ends]
     for end in (ends[0], ends[2]):
         assert "node 1 (" in end.screen and "rank 1) is gone" in end.screen, end.screen
-    assert f"--nodes {nodes.option} --ranks-per-node 1" in ends[0].screen
+    assert "--nodes 3 --ranks-per-node 1" in ends[0].screen
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
 
 
@@ -122,7 +123,8 @@ def test_a_stop_signal_to_any_node_saves_and_stops_all(shop: Shop, node: int) ->
     nodes.processes[node].send_signal(signal.SIGTERM)
     ends = nodes.ends()
     assert [end.code for end in ends] == [75, 75], [end.screen for end in ends]
-    assert f"Stopped and saved. Resume: paceline train job.py --run-dir many --nodes {nodes.option}" in ends[0].screen
+    assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --ranks-per" in ends[0].screen
+    assert "node 1: Stopped and saved." in ends[1].screen
 
 
 def test_a_second_signal_to_the_head_ends_all_at_once(shop: Shop) -> None:
@@ -162,6 +164,25 @@ def test_a_head_that_refuses_its_command_says_so_to_the_others(shop: Shop) -> No
     ends = nodes.ends()
     assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
     assert "node 0: " in ends[1].screen, ends[1].screen
+
+
+def test_one_command_plays_several_nodes_on_this_machine(shop: Shop) -> None:
+    """It passes on its options and its exit code; standard output is that of the head alone."""
+    words = ("--run-dir", "many", "--train.steps", "12", "--train.threads", "1", "--layout", "fsdp", "--json")
+    done = shop.run("train", "job.py", "--nodes", "2", *words)
+    assert done.code == 0 and json.loads(done.out)["digest"] == shop.digest("many"), done.err
+    assert shop.train("one", "--layout", "fsdp", "--train.threads", "1").code == 0
+    assert shop.digest("many") == shop.digest("one")
+    refused = shop.run("train", "job.py", "--nodes", "2", "--layout", "tp=3")
+    assert refused.code == 2 and "tp=3 needs 3 ranks" in refused.err
+
+
+def test_a_stop_signal_to_one_command_for_several_nodes_saves(shop: Shop) -> None:
+    process = shop.start("train", "job.py", "--nodes", "2", "--run-dir", "many", "--train.steps", "500")
+    wait_for_step(shop.path / "many", 5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "Stopped and saved" in out + err
 
 
 def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:

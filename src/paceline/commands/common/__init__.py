@@ -19,4 +19,5 @@ Start with `execution.py`.
 - `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.
 - `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,
   compression and settings.
+- `start_folder.py`: The run folder of a command that starts processes: which one it is, and whether it can be written.
 """

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from paceline.commands.common.execution import collect_problems, refuse_shared_folder, unwritable_folder_error
+from paceline.commands.common.execution import collect_problems
 from paceline.commands.common.layout_problems import fewer_rank_counts
+from paceline.commands.common.start_folder import refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
 from paceline.config.merge_settings import RequestedSettings, merge
 from paceline.config.parse_auto_layout import is_auto

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 
@@ -38,7 +37,7 @@ from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import format_duration, plural
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
+from paceline.errors import ExitCode, PacelineError, list_problems, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure, failure_from_exception
@@ -48,7 +47,6 @@ from paceline.launch.launch_environment import choose_exact_kernels, torch_impor
 from paceline.launch.launcher import LaunchRequest, start
 from paceline.launch.launcher_variables import JoinedWorld, detect_world
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.launch.run_outcome import (
     LaunchOutcome,
     can_resume_run,
@@ -65,7 +63,7 @@ from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
-from paceline.run_folder.run_folder import RunFolder, choose_run, number_run
+from paceline.run_folder.run_folder import RunFolder
 from paceline.user_code import hide_paceline_frames
 
 
@@ -143,24 +141,20 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     """
     problems: list[PacelineError] = []
     ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
-    requested = (
-        collect_problems(problems, lambda: read_requested_settings(file=common.config, overrides=overrides))
-        or RequestedSettings()
-    )
+    read = collect_problems(problems, lambda: read_requested_settings(file=common.config, overrides=overrides))
+    requested: RequestedSettings = read or RequestedSettings()
     settings = collect_problems(problems, lambda: merge(requested))
-    if settings is not None:
-        problems += _destination_problems(verb, settings)
-    place = common.place
+    problems += [] if settings is None else _destination_problems(verb, settings)
+    place, layout_text = common.place, common.layout
     joined = None if place is not None else collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
-    layout_text = common.layout
     requested_layout = None if layout_text is None else collect_problems(problems, lambda: parse_layout(layout_text))
     uses_threads = requested_layout is not None and requested_layout.kind is LayoutKind.THREADS
     ranks = choose_ranks(common.ranks, None if uses_threads else joined, device, problems)
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
     if place is not None:
         ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
-        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, update=update)
+        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, update=update, settings=settings)
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = collect_problems(problems, lambda: parse_faults(common.faults)) or ()
@@ -172,13 +166,12 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         problems += rule_planning(update).refuse_launcher(update, launcher=joined.kind)
     if common.job_handle is not None:
         problems += refuse_job_parameters(requested)
-    if ref is not None:
-        problems += check_job_parameters(parameter_sources(ref), requested)
-    is_count_free = common.ranks is None and place is None and (joined is None or uses_threads)
-    if layout is not None and layout.ranks and is_count_free:
-        ranks = layout.ranks + update.servers
+    problems += [] if ref is None else check_job_parameters(parameter_sources(ref), requested)
     if common.run_dir is not None:
         problems += refuse_invalid_run_dir(common.run_dir)
+    is_count_free = common.ranks is None and place is None and (joined is None or uses_threads)
+    if is_count_free and layout is not None and layout.ranks:
+        ranks = layout.ranks + update.servers
     if layout is not None:
         processes, steps = layout.processes(ranks=ranks), settings.train.steps if settings else None
         problems += refuse_idle_faults(faults, ranks=processes, steps=steps, servers=update.servers)
@@ -210,24 +203,6 @@ def _destination_problems(verb: str, settings: Settings) -> list[PacelineError]:
     if verb == "train":
         collect_problems(problems, lambda: check_remote_setting(settings))
     return problems
-
-
-def assign_run_folder(task: Task, *, resume: str | None) -> Task:
-    """Return the task with its run folder: a new one, the newest, or the named one.
-
-    Under another launcher, only rank 0 chooses; the other ranks get the task unchanged.
-    """
-    joined = detect_world(os.environ)
-    if joined is not None and joined.rank != 0:
-        return task
-    name = task.short_job
-    run, resume_from = choose_run(name, run=task.run, resume=resume)
-    if run is None:
-        jobs = current_scheduler_jobs(os.environ) if task.verb == "train" else ()
-        run_path = find_or_create_run(name, jobs, request=task.request).path
-        return replace(task, run=str(run_path), resume=resume_from)
-    create_run_folder(run.path)
-    return replace(task, run=str(run.path), resume=resume_from)
 
 
 def execute(
@@ -274,15 +249,7 @@ def execute(
         run=RunFolder(logs or Path(task.run)),
         entry=entry,
         payload=task.as_json(),
-        threads=choose_threads(
-            resources=Resources(
-                ranks=task.ranks,
-                cores=usable_cores(),
-                ranks_per_node=None if nodes is None else task.ranks // nodes.num_nodes,
-            ),
-            one_thread=exact,
-            requested=settings.train.threads,
-        ),
+        threads=_choose_threads(task, settings, nodes=nodes, one_thread=exact),
         exact=exact,
         saves_checkpoints=task.verb == "train",
         servers=parse_update(task.update).servers,
@@ -295,6 +262,13 @@ def execute(
             times = plural(launch_outcome.restarts, "time")
             print_line(f"restarted {times}; {format_duration(launch_outcome.seconds)} in all")
     return command_outcome(task, launch_outcome)
+
+
+def _choose_threads(task: Task, settings: Settings, *, nodes: NodeGroup | None, one_thread: bool) -> int:
+    """Return the number of threads of a rank: the requested number, or an equal share of its machine's cores."""
+    ranks_per_node = None if nodes is None else task.ranks // nodes.num_nodes
+    resources = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=ranks_per_node)
+    return choose_threads(resources=resources, one_thread=one_thread, requested=settings.train.threads)
 
 
 def read_result(task: Task, verb: str) -> Any:
@@ -401,49 +375,6 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
     if screen and not scope.prints_all:
         print_line(screen, sys.stderr)
     return replace(outcome, prints_result=scope.prints_all, screen=screen)
-
-
-def create_run_folder(path: Path) -> None:
-    """Create the named run folder, if it does not exist.
-
-    Raises:
-        UsageError: the folder can't be written, or is a folder that `refuse_shared_folder` refuses.
-    """
-    refuse_shared_folder(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        number_run(path)
-        with TemporaryFile(dir=path):  # an existing folder may belong to another user or be on a read-only disk
-            pass
-    except OSError as error:
-        raise unwritable_folder_error(path, error) from None
-
-
-def refuse_shared_folder(path: Path) -> None:
-    """Refuse the home folder, or a folder above it or above the working directory, as a run folder."""
-    resolved, home_folders = path.resolve(), _home_folders()
-    if resolved in (
-        *Path.cwd().parents,
-        *home_folders,
-        *(parent for folder in home_folders for parent in folder.parents),
-    ):
-        raise UsageError(
-            f"--run-dir {path} is {resolved}: the run's files would mix with everything else there.",
-            hint="--run-dir runs/NAME",
-        )
-
-
-def unwritable_folder_error(path: Path, error: OSError) -> UsageError:
-    """Return the error for a run folder that can't be created or written."""
-    return UsageError(f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk")
-
-
-def _home_folders() -> list[Path]:
-    """Return the user's home folder; a bare user id in a container may have none."""
-    try:
-        return [Path.home().resolve()]
-    except RuntimeError:
-        return []
 
 
 def collect_problems(problems: list[PacelineError], read: Callable[[], Any]) -> Any:

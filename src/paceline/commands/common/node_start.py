@@ -100,7 +100,7 @@ class NodeStart:
         while True:
             end = self._run_once(place)
             if not end.is_head_lost or num_restarts >= self.settings.restarts:
-                return end.exit_code, end.text
+                return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
             place, num_restarts = replace(place, node=end.node), num_restarts + 1
             print_line(f"{end.text}; waiting for it (restart {num_restarts} of {self.settings.restarts})", sys.stderr)
 

@@ -8,6 +8,7 @@ from paceline.config.compression import find_method
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
+from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateKind, UpdateRule, find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
@@ -77,12 +78,17 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
     return []
 
 
-def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, update: UpdateRule) -> list[PacelineError]:
+def refuse_on_nodes(
+    *, ranks: int | None, layout: Layout | None, update: UpdateRule, settings: Settings | None
+) -> list[PacelineError]:
     """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
     if ranks is not None:
         hint = "--ranks-per-node, the number of processes on each machine"
         problems.append(UsageError(f"--ranks {ranks} with --nodes.", hint=hint))
+    if settings is not None and settings.survive.min_ranks is not None:
+        hint = "leave it out; --nodes.restarts 10 waits for another node instead of a lost one"
+        problems.append(UsageError("survive.min_ranks needs one machine.", hint=hint))
     if layout is not None and layout.kind is LayoutKind.THREADS:
         problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
     if update.servers or update.kind is UpdateKind.HOGWILD:

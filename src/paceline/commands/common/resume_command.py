@@ -16,14 +16,16 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
     The device is named only if `--device auto` would choose another one. A secret is masked with dots. Under another
-    launcher, the text begins with the launcher's command, or with an instruction for each node.
+    launcher or on several nodes, the text begins with the launcher's command, or with an instruction for each node.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     command = ["paceline", "train", task.job, "--run-dir", task.run]
+    is_local = task.nodes.partition(":")[2].startswith("127.")  # then one command can start all nodes
     if task.nodes:
-        num_nodes = int(task.nodes.partition(":")[0])
-        command += ["--nodes", task.nodes, "--ranks-per-node", str(task.ranks // num_nodes)]
+        num_nodes = task.nodes.partition(":")[0]
+        command += ["--nodes", num_nodes if is_local else task.nodes]
+        command += ["--ranks-per-node", str(task.ranks // int(num_nodes))]
     elif joined is None:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
@@ -42,6 +44,8 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             command += [f"--{name}", mask_value(name, as_command_text(value))]
+    if task.nodes and not is_local:
+        return f"on every node: {shlex.join(command)}"
     return shlex.join(command) if joined is None else joined.launch_command(command)
 
 

@@ -103,28 +103,27 @@ class Failure:
     @property
     def rank_name(self) -> str:
         """The rank, such as "rank 2", or "rank 2 on node1"."""
-        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        return f"rank {self.rank}" + f" on {self.host}" * bool(self.host)
 
     @property
     def summary(self) -> str:
         """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"."""
-        place = f" at step {self.step}" if self.step else ""
+        place, line = (f" at step {self.step}" if self.step else ""), (f" ({self.where})" if self.where else "")
         if self.rank == FORKSERVER_RANK:
             return f"the process that starts the ranks ended{place}"
         if self.kind == "signal":
             memory = " (out of memory)" if self.is_short_of_memory else ""
             return f"{self.rank_name} killed by {self.message.partition(' ')[0]}{memory}{place}"
-        line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
-        message = shorten_text(line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
+        first_line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
+        message = shorten_text(first_line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
         if self.is_joint or self.kind == LOST_NODE:
             return message
         if self.kind in (DIVERGED, CONNECTION):
             return f"{message}{place}"
         if self.is_lost_connection and any(text in message.lower() for text in _CLOSED_CONNECTION_TEXTS):
             return f"{self.rank_name} lost the connection to another rank{place}"
-        parts = [part for part in ("" if self.kind in _KINDS_IN_WORDS else self.kind, message) if part]
-        line = f" ({self.where})" if self.where else ""
-        return f"{self.rank_name} failed{place}: {': '.join(parts)}{line}"
+        text = message if self.kind in _KINDS_IN_WORDS or not message else f"{self.kind}: {message}"
+        return f"{self.rank_name} failed{place}: {text or self.kind}{line}"
 
     @property
     def is_joint(self) -> bool:

@@ -1,4 +1,4 @@
-"""How far the ranks of an attempt got, from their heartbeats, and how the attempt ended on a node."""
+"""The progress of the ranks of an attempt, from their heartbeats, and the result of the attempt on a node."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """How the part of an attempt on one node ended, or the whole attempt."""
+    """The result of the part of an attempt that ran on one node, or of the whole attempt."""
 
     exit_code: int
     failure: Failure | None

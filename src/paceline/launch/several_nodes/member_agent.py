@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class MemberEnd:
-    """How a member ended. `node` is its number; None if it had none yet."""
+    """The end of a member. `node` is its number; None if it had none yet."""
 
     node: int | None
     exit_code: int

@@ -12,7 +12,7 @@ from paceline.launch.several_nodes.attempt_progress import AttemptProgress
 
 
 class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="start"):
-    """From the head: run your part of an attempt. `request` is that of the head's own ranks."""
+    """A message from the head: the node runs its part of an attempt. `request` is that of the head's own ranks."""
 
     attempt: int
     first_rank: int
@@ -24,17 +24,17 @@ class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
 
 
 class StopPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="stop"):
-    """From the head: ask your ranks to finish their step, save, and stop."""
+    """A message from the head: the node asks its ranks to finish their step, save, and stop."""
 
 
 class EndPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="kill"):
-    """From the head: end your ranks of this attempt at once."""
+    """A message from the head: the node ends its ranks of this attempt at once."""
 
     attempt: int
 
 
 class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="end"):
-    """From the head: the run is over."""
+    """A message from the head: the run is over."""
 
     node: int | None
     exit_code: int
@@ -42,7 +42,10 @@ class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="en
 
 
 class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ended"):
-    """From a member: no process of its part is left. Clocks differ between machines, so a failure has its age."""
+    """A message from a member: no process of its part is left.
+
+    A failure has its age instead of its time, because clocks differ between machines.
+    """
 
     attempt: int
     exit_code: int
