@@ -125,7 +125,7 @@ class Nodes:
     wait: Seconds = 300.0
     patience: Seconds = 30.0
     restarts: CountOrZero = 0
-    interface: str = ""
+    interface: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

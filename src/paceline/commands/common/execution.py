@@ -164,8 +164,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         problems += refuse_missing_backend(settings.train.backend)
     if joined is not None:
         problems += rule_planning(update).refuse_launcher(update, launcher=joined.kind)
-    if common.job_handle is not None:
-        problems += refuse_job_parameters(requested)
+    problems += [] if common.job_handle is None else refuse_job_parameters(requested)
     problems += [] if ref is None else check_job_parameters(parameter_sources(ref), requested)
     if common.run_dir is not None:
         problems += refuse_invalid_run_dir(common.run_dir)
