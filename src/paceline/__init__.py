@@ -43,6 +43,7 @@ Start with `cli.py`.
 - `run_folder/`: The folder of a run, and the plan file in it.
 - `schedule/`: Build, read, check, simulate and draw pipeline schedules.
 - `step/`: The training step: forward, backward, reduction, optimizer update.
+- `submit/`: The files that hand a training in to a scheduler, and what the scheduler would refuse of them.
 - `torch_internals/`: Private torch APIs, and the dispatch modes and random streams that are built on them.
 - `trainer/`: Training runs: the loop, the session of one rank, saving, logging, evaluation.
 - `verification/`: `paceline verify`: check that a layout computes the same training as one process.

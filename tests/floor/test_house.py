@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 ORDER = [
     ("user_code",), ("errors",), ("plugins", "events", "console", "faults", "bytes_sent"), ("config",), ("schedule",), ("planner",),
-    ("filesystem",), ("checkpoint.files",), ("run_folder",), ("nodes",), ("launch",), ("reporting",), ("torch_internals",),
+    ("filesystem",), ("checkpoint.files",), ("run_folder",), ("nodes",), ("submit",), ("launch",), ("reporting",), ("torch_internals",),
     ("job", "job_field_checks", "job_parameters", "job_transfer"), ("comm",), ("data",), ("profiling",), ("parallel",), ("step",),
     ("checkpoint",), ("trainer",), ("verification",), ("measured_planning",), ("custom_loop", "hf"), ("commands",), ("cli",),
     ("__main__", "__init__"),
@@ -36,6 +36,7 @@ FREE_OF_TORCH = [
     "checkpoint.files",
     "run_folder",
     "nodes",
+    "submit",
     "reporting",
     "data.order",
 ]

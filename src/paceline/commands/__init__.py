@@ -7,8 +7,6 @@ Start with `command_table.py`.
 - `command_table.py`: The table of verbs: the options of each, and the function that runs it, which is imported when the
   verb runs.
 - `compare.py`: The `compare` verb: compares runs, recordings of `pl.record`, or layouts of one job.
-- `compare_layouts.py`: `compare JOB --layouts A B C`: trains the job in each layout, on the same samples in the same
-  microbatches.
 - `config.py`: The `config` verb: prints every setting of a job, its value, and where the value comes from.
 - `doctor.py`: The `doctor` verb: checks this machine, or all nodes of a run and the links between them, before a
   training.
@@ -19,6 +17,7 @@ Start with `command_table.py`.
 - `report.py`: The `report` verb: writes the HTML page of a run.
 - `simulate.py`: The `simulate` verb: simulates a step of a layout in virtual time, and forecasts the goodput under
   failures.
+- `submit.py`: The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes or SageMaker.
 - `train.py`: The `train` verb: trains a job, or resumes a run.
 - `verify.py`: The `verify` verb: checks that a layout or an update rule trains as its reference in one process does.
 - `why.py`: The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity

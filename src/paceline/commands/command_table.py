@@ -245,6 +245,9 @@ VERBS: dict[str, Verb] = {
         takes_settings=True,
     ),
     "evaluate": Verb(options=EvaluateOptions, run="paceline.commands.evaluate:run_verb"),
+    "submit": Verb(
+        options="paceline.commands.submit:SubmitOptions", run="paceline.commands.submit:run_verb", takes_settings=True
+    ),
     "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
     "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
     "why": Verb(options=WhyOptions, run="paceline.commands.why:run_verb"),

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any, overload
 
 from paceline.commands.command_table import CompareOptions, VerbOutput
+from paceline.commands.common.compare_layouts import (
+    LayoutComparison,
+    compare_layouts,
+    page_line,
+    refuse_mixed_arguments,
+)
 from paceline.commands.common.execution import RunOptions
-from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line, refuse_mixed_arguments
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_comparison import (
     ComparedRun,

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import VerbOutput
+from paceline.commands.common.compare_layouts import page_line
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
@@ -25,7 +26,6 @@ from paceline.commands.common.execution import (
 )
 from paceline.commands.common.hf_config_as_job import config_as_job
 from paceline.commands.common.start_folder import assign_run_folder
-from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
 from paceline.console.output import print_line

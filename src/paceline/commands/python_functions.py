@@ -19,9 +19,9 @@ from paceline.commands import plan as plan_verb
 from paceline.commands import simulate as simulate_verb
 from paceline.commands import train as train_verb
 from paceline.commands import verify as verify_verb
+from paceline.commands.common.compare_layouts import LayoutComparison, compare_layouts
 from paceline.commands.common.execution import CommandOutcome, RunOptions
 from paceline.commands.common.python_result import Result
-from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
 from paceline.config.job_reference import OBJECT_PREFIX
 from paceline.config.merge_settings import JOB, RequestedSettings, as_command_text, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import VerbOutput
+from paceline.commands.common.compare_layouts import page_line
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -17,7 +18,6 @@ from paceline.commands.common.execution import (
 )
 from paceline.commands.common.hf_config_as_job import config_as_job, is_hf_config
 from paceline.commands.common.start_folder import assign_run_folder
-from paceline.commands.compare_layouts import page_line
 from paceline.commands.plan import refuse_other_rank_count
 from paceline.config.layout import parse_layout
 from paceline.console.formatting import format_precise_duration

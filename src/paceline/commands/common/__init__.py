@@ -2,6 +2,8 @@
 
 Start with `execution.py`.
 
+- `compare_layouts.py`: `compare JOB --layouts A B C`: trains the job in each layout, on the same samples in the same
+  microbatches.
 - `devices.py`: Checks of the requested ranks and devices against this machine and the launcher's world.
 - `dry_run.py`: The checks that `--dry-run` adds to those of `make_task`: the run folder, the run to resume, and the
   sinks.

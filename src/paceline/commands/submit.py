@@ -1,0 +1,226 @@
+"""The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes or SageMaker."""
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from paceline.commands.command_table import VerbOutput
+from paceline.commands.common.execution import RunOptions, make_task
+from paceline.config.job_reference import short_name
+from paceline.config.parse_auto_layout import is_auto
+from paceline.console.formatting import did_you_mean, plural
+from paceline.console.output import print_line
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.nodes.node_place import DEFAULT_PORT, NodePlace
+from paceline.submit.crd_checks import check_against_schema, read_crd_schema
+from paceline.submit.follow_job import follow_kubernetes, follow_slurm
+from paceline.submit.kubernetes_checks import check_kubernetes
+from paceline.submit.kubernetes_files import kubernetes_file
+from paceline.submit.sagemaker_request import check_sagemaker, sagemaker_file
+from paceline.submit.slurm_script import slurm_script
+from paceline.submit.submission import Submission, SubmissionFile, write_submission
+from paceline.submit.target_options import read_kubernetes_options, read_sagemaker_options, read_slurm_options
+
+_TARGETS = ("slurm", "k8s", "sagemaker")
+_POD_FOLDER = "/runs"  # where pods mount the volume of the runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    """Write the file that hands a training in to a scheduler, and check it."""
+
+    job: Annotated[str, tyro.conf.Positional]
+    """job.py, job.py:NAME or pkg.module:NAME, as the nodes see it."""
+    to: str = "slurm"
+    """slurm, k8s or sagemaker."""
+    nodes: int = 1
+    """Number of machines."""
+    ranks_per_node: int = 1
+    """Number of processes, and of GPUs, on each machine."""
+    hours: float = 24.0
+    """The time limit."""
+    using: tuple[str, ...] = ()
+    """Options that only this scheduler has: --using partition=gpu account=me (docs/submit.md)."""
+    image: str = ""
+    """The container image; in Slurm, it needs the plugin pyxis."""
+    array: str = ""
+    """Slurm: train once for each of these numbers, such as 1-4. `{task}` in a setting is the number."""
+    price: float | None = None
+    """The price of one machine for an hour; the largest possible cost is printed."""
+    budget: float | None = None
+    """Refuse a job that may cost more, at `--price`."""
+    layout: str | None = None
+    """As for `paceline train`."""
+    update: str = "sync"
+    """As for `paceline train`."""
+    compress: str = "none"
+    """As for `paceline train`."""
+    device: str = "cuda"
+    """cuda, or cpu for machines without GPUs."""
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """The run folder, which all nodes see. The file is written to its folder `submit`."""
+    follow: bool = False
+    """Hand the job in, and print its output until it ends (Slurm, and Kubernetes with a JobSet)."""
+    dry_run: bool = False
+    """Only write and check the file, whatever `--follow` says."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
+    raise_all(_option_problems(options))
+    _check_training(options, settings)
+    submission = _submission(options, settings)
+    file, problems = _make_file(options, submission)
+    if problems:
+        text = "\n".join(f"  {problem}" for problem in problems)
+        raise UsageError(
+            f"{file.path.name} would be refused:\n{text}", hint="paceline submit --help, or docs/submit.md"
+        )
+    write_submission(file)
+    value = {"file": str(file.path), "command": file.command, "name": submission.name, "run": submission.run}
+    lines = [f"wrote {file.path}", *_cost_lines(options)]
+    if options.follow and not options.dry_run:
+        for line in lines:
+            _report(line)
+        return _follow(options, submission, file), value, ""
+    return 0, value, "\n".join([*lines, f"To hand it in: {file.command}"])
+
+
+def _option_problems(options: SubmitOptions) -> list[PacelineError]:
+    """Return errors for options that contradict each other, or that the scheduler does not have."""
+    problems: list[PacelineError] = []
+    if options.to not in _TARGETS:
+        cause = did_you_mean(options.to, _TARGETS)
+        problems.append(UsageError(f"--to {options.to}.", cause=cause, hint=f"--to {' | '.join(_TARGETS)}"))
+    for name, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node), ("hours", options.hours)):
+        if value <= 0:
+            problems.append(UsageError(f"--{name} {value:g} must be positive.", hint=f"--{name} 1"))
+    if options.to in ("k8s", "sagemaker") and not options.image:
+        hint = "--image REGISTRY/NAME:TAG; docs/containers.md builds one"
+        problems.append(UsageError(f"--to {options.to} needs a container image.", hint=hint))
+    if options.array and options.to != "slurm":
+        problems.append(UsageError("--array is for Slurm.", hint="one submit for each training"))
+    if options.layout is not None and is_auto(options.layout):
+        hint = "paceline plan JOB, then its layout"
+        problems.append(UsageError("--layout auto can't be handed in.", hint=hint))
+    if options.budget is not None and options.price is None:
+        problems.append(UsageError("--budget needs the price of a machine.", hint="--price 3.2"))
+    elif options.budget is not None and options.price is not None and _cost(options, options.price) > options.budget:
+        cost = _cost(options, options.price)
+        hours = options.budget / (options.price * options.nodes)
+        problems.append(
+            UsageError(
+                f"the job may cost {cost:,.2f}, and the budget is {options.budget:,.2f}.", hint=f"--hours {hours:g}"
+            )
+        )
+    return problems
+
+
+def _check_training(options: SubmitOptions, settings: list[str]) -> None:
+    """Check the training as its nodes will, but for what only they have: their GPUs.
+
+    Raises:
+        PacelineError: `paceline train` would refuse the command.
+    """
+    place = NodePlace(num_nodes=options.nodes, head_host="node0", port=DEFAULT_PORT, node=0)
+    common = RunOptions(
+        layout=options.layout,
+        update=options.update,
+        compress=options.compress,
+        device="cpu",
+        config=options.config,
+        run_dir=options.run_dir,
+        place=place,
+        ranks_per_node=options.ranks_per_node,
+    )
+    make_task("train", options.job, common, [word.replace("{task}", "1") for word in settings])
+
+
+def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
+    own_run = options.run_dir or f"runs/{short_name(options.job)}/{time.strftime('%Y%m%d-%H%M%S')}"
+    flags = {"layout": options.layout, "update": options.update, "compress": options.compress, "config": options.config}
+    defaults = {"layout": None, "update": "sync", "compress": "none", "config": None}
+    words = [word for name, value in flags.items() if value != defaults[name] for word in (f"--{name}", str(value))]
+    words += ["--device", "cpu"] if options.device == "cpu" else []
+    return Submission(
+        job=options.job,
+        words=(*words, *settings),
+        run=f"{_POD_FOLDER}/{Path(own_run).name}" if options.to == "k8s" else own_run,
+        folder=Path(own_run) / "submit",
+        num_nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        hours=options.hours,
+        uses_gpus=options.device != "cpu",
+        image=options.image,
+    )
+
+
+def _make_file(options: SubmitOptions, submission: Submission) -> tuple[SubmissionFile, list[str]]:
+    """Return the file, and what the scheduler would refuse of it.
+
+    Raises:
+        UsageError: an option of the scheduler can't be read.
+    """
+    if options.to == "slurm":
+        return slurm_script(submission, options=read_slurm_options(options.using), array=options.array), []
+    if options.to == "sagemaker":
+        file = sagemaker_file(submission, read_sagemaker_options(options.using))
+        return file, check_sagemaker(json.loads(file.text))
+    own = read_kubernetes_options(options.using)
+    file = kubernetes_file(submission, own)
+    return file, _check_yaml(file.text, crd=own.crd)
+
+
+def _check_yaml(text: str, *, crd: str) -> list[str]:
+    """Return what is wrong with the documents of a YAML text. Without PyYAML, nothing is checked.
+
+    Raises:
+        UsageError: the definition can't be read.
+    """
+    try:
+        import yaml
+    except ImportError:
+        print_line("note: not checked, because PyYAML is not installed (pip install 'paceline[k8s]')", sys.stderr)
+        return []
+    documents = list(yaml.safe_load_all(text))
+    problems = [problem for document in documents for problem in check_kubernetes(document)]
+    if crd:
+        document = documents[-1]
+        problems += check_against_schema(document, read_crd_schema(Path(crd), document["kind"]))
+    return problems
+
+
+def _cost(options: SubmitOptions, price: float) -> float:
+    return options.nodes * options.hours * price
+
+
+def _cost_lines(options: SubmitOptions) -> list[str]:
+    if options.price is None:
+        return []
+    cost = _cost(options, options.price)
+    return [
+        f"at most {cost:,.2f}: {plural(options.nodes, 'machine')} for {options.hours:g} h at {options.price:g} each"
+    ]
+
+
+def _follow(options: SubmitOptions, submission: Submission, file: SubmissionFile) -> int:
+    """Hand the file in, print the output of the job, and return its exit code."""
+    if options.to == "slurm":
+        return follow_slurm(file.path, report=_report)
+    if options.to == "k8s":
+        return follow_kubernetes(shlex.split(file.command), submission.name)
+    raise UsageError("--follow is not there for SageMaker.", hint=file.command)
+
+
+def _report(line: str) -> None:
+    print_line(line)

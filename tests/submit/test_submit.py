@@ -1,0 +1,133 @@
+"""The command `submit`: the file that it writes, what it refuses, and following a job."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.submit.submission import Submission, format_time
+from tests.conftest import Ended, Shop
+
+SLURM = """#!/bin/sh
+case "$0 $*" in
+*sbatch*) echo 7 > state; echo "7;cluster" ;;
+*squeue*) read n < state; n=$((n - 1)); echo $n > state
+    echo "line $n" >> runs/a/submit/slurm-7.out
+    [ $n -gt 4 ] && echo "RUNNING node1" ;;
+*scontrol*) echo "JobId=7 ExitCode=75:0" ;;
+esac
+exit 0
+"""
+
+
+def submit(shop: Shop, *words: str) -> Ended:
+    return shop.run("submit", "job.py", "--run-dir", "runs/a", *words)
+
+
+def test_the_script_for_slurm_is_a_script_and_runs_the_same_command_on_each_node(shop: Shop) -> None:
+    done = submit(
+        shop, "--nodes", "2", "--ranks-per-node", "4", "--hours", "0.5", "--layout", "fsdp", "--train.steps", "9",
+        "--using", "partition=gpu", "mail-user=me@example.org", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    path = Path(json.loads(done.out)["file"])
+    text = (shop.path / path).read_text()
+    assert subprocess.run(["sh", "-n", str(shop.path / path)], check=False).returncode == 0
+    assert (
+        "srun --mpi=none --wait=60 paceline train job.py --ranks-per-node 4 --run-dir runs/a --layout fsdp --train.steps 9"
+        in text
+    )
+    for line in (
+        "--nodes=2 --ntasks-per-node=1 --gpus-per-node=4",
+        "--time=00:30:00",
+        "--partition=gpu",
+        "--mail-user=me@example.org",
+    ):
+        assert f"#SBATCH {line}" in text
+    assert json.loads(done.out)["command"] == "sbatch runs/a/submit/job.sh"
+
+
+def test_the_script_asks_for_a_requeue_after_75_only(shop: Shop) -> None:
+    """Run by a shell, with commands of Slurm that only write down what they were asked."""
+    assert submit(shop, "--device", "cpu").code == 0
+    bin_folder = shop.path / "bin"
+    bin_folder.mkdir()
+    for name in ("srun", "scontrol", "sleep"):
+        (bin_folder / name).write_text(
+            f'#!/bin/sh\necho "{name} $*" >> called\n[ {name} = srun ] && exit $CODE\nexit 0\n'
+        )
+        (bin_folder / name).chmod(0o755)
+    for code, restarts, is_requeued in ((75, 0, True), (75, 50, False), (1, 0, False), (0, 0, False)):
+        (shop.path / "called").write_text("")
+        environ = shop.environ({"CODE": str(code), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)})
+        environ["PATH"] = f"{bin_folder}:/usr/bin:/bin"
+        text = (shop.path / "runs/a/submit/job.sh").read_text()
+        lines = "\n".join(line for line in text.splitlines() if not line.startswith("source "))
+        done = subprocess.run(["bash", "-c", lines], env=environ, cwd=shop.path, check=False)
+        assert done.returncode == code
+        assert ("scontrol requeue 7" in (shop.path / "called").read_text()) is is_requeued
+
+
+def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> None:
+    assert submit(shop, "--array", "1-3", "--seed", "{task}").code == 0
+    text = (shop.path / "runs/a/submit/job.sh").read_text()
+    assert "--run-dir runs/a/$SLURM_ARRAY_TASK_ID" in text and "--seed $SLURM_ARRAY_TASK_ID" in text
+    assert "#SBATCH --array=1-3" in text and "slurm-%A-%a.out" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--to", "slrum"), "did you mean 'slurm'"),
+        (("--to", "k8s"), "needs a container image"),
+        (("--nodes", "0"), "--nodes 0 must be positive"),
+        (("--layout", "tp=3", "--nodes", "2"), "tp=3 needs"),
+        (("--layout", "auto"), "--layout auto can't be handed in"),
+        (("--train.stepz", "3"), "train.stepz"),
+        (("--using", "partition"), "--using partition is not NAME=VALUE"),
+        (("--to", "k8s", "--image", "x", "--using", "clame=a"), "did you mean 'claim'"),
+        (("--to", "k8s", "--image", "x", "--using", "memory=lots"), "limits.memory: 'lots' is no amount"),
+        (("--to", "sagemaker", "--image", "x"), "SageMaker needs role, instance, storage, output"),
+        (("--budget", "10"), "--budget needs the price"),
+        (("--budget", "10", "--price", "2", "--nodes", "2", "--hours", "3"), "may cost 12.00, and the budget is 10.00"),
+    ],
+)
+def test_what_would_be_refused_is_refused_before_it_is_handed_in(shop: Shop, words: tuple[str, ...], says: str) -> None:
+    done = submit(shop, *words)
+    assert done.code == 2 and says in done.err, done.err
+    assert not (shop.path / "runs/a/submit").exists()
+
+
+def test_the_largest_possible_cost_is_printed(shop: Shop) -> None:
+    done = submit(shop, "--nodes", "2", "--hours", "24", "--price", "3.2", "--budget", "160")
+    assert done.code == 0 and "at most 153.60: 2 machines for 24 h at 3.2 each" in done.out
+
+
+def test_a_job_is_followed_until_it_ends_with_its_exit_code(shop: Shop) -> None:
+    """With commands of Slurm that answer as Slurm does."""
+    bin_folder = shop.path / "bin"
+    bin_folder.mkdir()
+    for name in ("sbatch", "squeue", "scontrol"):
+        (bin_folder / name).write_text(SLURM)
+        (bin_folder / name).chmod(0o755)
+    path = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
+    command = shop.command("submit", "job.py", "--run-dir", "runs/a", "--follow")
+    done = shop.call(command, environ=path)
+    assert done.code == 75, done.err
+    assert "job 7: running node1" in done.out and done.out.index("line 6") < done.out.index("line 4")
+    missing = shop.call(command, environ={"PATH": "/nowhere"})
+    assert missing.code == 3 and "sbatch is not installed here" in missing.err
+
+
+def test_names_fit_every_scheduler() -> None:
+    def name(job: str, run: str) -> str:
+        submission = Submission(
+            job=job, words=(), run=run, folder=Path(), num_nodes=1, ranks_per_node=1, hours=1.0, uses_gpus=False
+        )
+        return submission.name
+
+    assert name("digits_cnn.py", "runs/A_b.C") == "digits-cnn-a-b-c"
+    assert name("my.pkg:make", "/runs/1") == "my-1" or name("my.pkg:make", "/runs/1") == "pkg-1"
+    assert name("7.py", "runs/" + "x" * 100).startswith("job-7-") and len(name("7.py", "x" * 100)) <= 40
+    assert [format_time(hours) for hours in (0.001, 1.5, 100)] == ["00:01:00", "01:30:00", "100:00:00"]
