@@ -11,6 +11,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Shop
@@ -149,3 +150,15 @@ def rank_pid(launcher: int, *, rank: int) -> int:
     (forkserver,) = children(launcher)
     names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(starter_of(forkserver))}
     return next(pid for pid, name in names.items() if name == f"rank-{rank}.log")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_scheduler_that_signals_all_processes_asks_once(shop: Shop, number: signal.Signals) -> None:
+    """As Slurm does: the ranks get the signal, and the request that the command passes on because of it."""
+    process = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "5000")
+    wait_for(shop.path / "run" / "metrics.jsonl", '"step": 10,')
+    for pid in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "Stopped and saved" in out + err, out + err

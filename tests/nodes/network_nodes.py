@@ -101,6 +101,7 @@ class NetworkNodes:
         hosts: str = "",
         shared_memory: str = "1g",
         setup: str = "",
+        output: int = subprocess.PIPE,
     ) -> "subprocess.Popen[str]":
         """Start a command on a node. `hosts` replaces its /etc/hosts, and `setup` is a line of shell before it."""
         file = self.hosts
@@ -115,8 +116,8 @@ class NetworkNodes:
             [*inside, "sh", "-c", _START, "sh", *command],
             env={**ENVIRON, **variables, **(environ or {})},
             cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
         )
         self.started.append(process)

@@ -253,9 +253,10 @@ def _run_attempt(
 ) -> LaunchOutcome:
     """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
-    part, path = _start_part(request, request.run.next_attempt())
-    nodes = request.nodes
-    tick = on_start(path.parent) if on_start else _do_nothing
+    attempt, nodes = request.run.next_attempt(), request.nodes
+    part, path = _start_part(request, attempt)
+    folder = request.run.attempt_folder(attempt)
+    tick = on_start(folder) if on_start else _do_nothing
     supervisor = Supervisor(
         forkserver=forkserver,
         request=path,
@@ -278,17 +279,17 @@ def _run_attempt(
             supervisor.end_attempt()
 
     code, failure = supervisor.run(tick_and_watch)
-    result = PartResult(exit_code=code, failure=failure, progress=read_progress(path.parent, part.ranks))
+    result = PartResult(exit_code=code, failure=failure, progress=read_progress(folder, part.ranks))
     if nodes is not None:
         result = nodes.finish_attempt(result, is_abandoned=lambda: stop_requests.count > 1)
     tick()
     if result.failure is not None:
-        _write_failure(path.parent, result.failure)
+        _write_failure(folder, result.failure)
     return LaunchOutcome(
         exit_code=result.exit_code,
         failure=result.failure,
         progress=result.progress,
-        attempt_folder=path.parent,
+        attempt_folder=folder,
         seconds=time.monotonic() - start_time,
         ranks=request.ranks,
     )

@@ -77,8 +77,10 @@ class StopFlag:
 
         Outside the main thread, no handlers are installed, because Python runs them only in the main thread.
 
-        A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes keep
-        the handlers if `listens_in_forks`, else they remove them.
+        A second signal ends the process if `ends_process`, else it reaches the previous handler. With
+        `poll_stop_request`, it does nothing: the supervisor decides when to kill this process, and a scheduler such as
+        Slurm signals all processes, while the supervisor passes the same request on. Forked processes keep the handlers
+        if `listens_in_forks`, else they remove them.
         """
         self._poll_stop_request = poll_stop_request or self._poll_stop_request
         if not is_main_thread():
@@ -128,6 +130,8 @@ class StopFlag:
                 job_handler(number, frame)
 
     def _on_repeated_signal(self, number: int, frame: FrameType | None, job_handler: Any) -> None:
+        if self._ends_process and self._poll_stop_request is not None:
+            return
         if self._ends_process:
             os._exit(128 + number)
         signal.signal(number, signal.SIG_DFL if job_handler is None else job_handler)
