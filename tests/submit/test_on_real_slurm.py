@@ -75,6 +75,14 @@ def test_srun_needs_no_address_and_the_weights_are_those_of_one_machine(
     assert digest(run) == on_one_machine(cluster, tmp_path / "one", ranks)
 
 
+def test_ranks_in_turn_are_refused_for_a_layout_that_they_would_slow_down(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    words = ["train", "job.py", "--run-dir", str(tmp_path / "run"), "--layout", "tp=2,dp=2"]
+    text = cluster.run("srun", "-N2", "-n4", "-m", "cyclic", *PACELINE, *words)
+    assert "ranks 0, 1, a group of tp, are on node0, node1" in text and "--distribution=block" in text, text
+
+
 def test_a_step_inside_a_job_of_more_nodes_trains_on_its_own_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     step = ["srun", "-N2", "-n2", "-w", "node1,node2", *PACELINE, "train", "job.py", "--run-dir", str(run), *EXACT]

@@ -17,10 +17,13 @@ class PeerMachines:
     def __init__(self) -> None:
         self._hosts: dict[str, str] = {}
         self._ranks: dict[str, list[int]] = {}
+        self.hosts: tuple[str, ...] = ()
+        """The host of each rank; empty if all ranks are on this machine."""
 
     def record(self, machines: Sequence[Mapping[str, Any]]) -> None:
         """Remember the machine of each rank, as `this_machine` describes it on that rank."""
         self._hosts, self._ranks = {}, {}
+        self.hosts = tuple(str(machine["host"]) for machine in machines)
         for rank, machine in enumerate(machines):
             self._ranks.setdefault(machine["host"], []).append(rank)
             self._hosts.update(dict.fromkeys(machine["addresses"], machine["host"]))

@@ -18,6 +18,7 @@ Start with `execution_plan.py`.
 - `pipedream_checks.py`: Plan pipelines without flushes (PipeDream): which layouts and settings they support, and their
   weight versions.
 - `pipeline_options.py`: Plan a pipeline: build its program, check its schedule, and describe its stages and its bubble.
+- `rank_placement.py`: The check that the groups of ranks that talk most are not spread over more nodes than they need.
 - `rule_planning.py`: Define the planning rules of an update rule, for the planner and the commands.
 - `update_rule_checks.py`: Look up the planning rules of an update rule, and check settings with them.
 """

@@ -20,12 +20,14 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
+from paceline.launch.failures.peer_machines import peer_machines
 from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.launch.joined_rank import joined_rank
 from paceline.launch.launcher_variables import detect_world
 from paceline.launch.requeued_run import current_scheduler_jobs, find_or_create_run
 from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.host_resources import usable_cores
+from paceline.planner.layout.rank_placement import refuse_scattered_ranks
 from paceline.profiling.backends import available_backends
 from paceline.run_folder.run_folder import RunFolder, choose_run
 from paceline.step.update_rules import step_rule
@@ -144,9 +146,17 @@ def _read_saved_plan(path: Path) -> dict[str, Any] | None:
 
 
 def join_world(prepared_job: PreparedJob) -> World:
-    """Join the other ranks of this process's group."""
+    """Join the other ranks of this process's group.
+
+    Raises:
+        UsageError: the ranks are spread over the nodes in an order that does not suit the layout.
+        MachineError: they can't be joined.
+    """
     plan, seconds = prepared_job.plan, prepared_job.settings.train.timeout_seconds
-    return step_rule(plan.update_rule).join(plan, launch_info=LaunchInfo.read(os.environ), timeout_seconds=seconds)
+    launch_info = LaunchInfo.read(os.environ)
+    world = step_rule(plan.update_rule).join(plan, launch_info=launch_info, timeout_seconds=seconds)
+    raise_all(refuse_scattered_ranks(plan.mesh, peer_machines.hosts if world.world_size > 1 else ()))
+    return world
 
 
 def is_gradient_worker(prepared_job: PreparedJob) -> bool:
