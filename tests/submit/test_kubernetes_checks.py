@@ -37,15 +37,17 @@ def problems_of(document: dict[str, Any]) -> list[str]:
     return (
         found
         if document["kind"] != "JobSet"
-        else [*found, *check_against_schema(document, read_crd_schema(CRD, "JobSet"))]
+        else [*found, *check_against_schema(document, read_crd_schema(CRD, "JobSet", version="v1alpha2"))]
     )
 
 
 @pytest.mark.parametrize("kind", KUBERNETES_KINDS)
 @pytest.mark.parametrize("uses_gpus", [True, False])
 def test_what_is_written_is_accepted(kind: str, uses_gpus: bool) -> None:
-    for document in documents(kind, uses_gpus=uses_gpus, image='odd"image: x', run="/runs/ a 'run'"):
+    for document in documents(kind, uses_gpus=uses_gpus, image='odd"image: x', run="/runs/ a 'run' \U0001f600"):
         assert problems_of(document) == []
+        if document["kind"] == "JobSet":
+            assert "/runs/ a 'run' \U0001f600" in container(document)["command"]
 
 
 def job(value: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +128,13 @@ def test_the_first_node_has_the_name_that_kubernetes_gives_it() -> None:
     assert f"2:{name}-0.{name}" in command and service["metadata"]["name"] == name
 
 
+def test_a_version_that_is_not_defined_is_an_error() -> None:
+    with pytest.raises(UsageError, match="no JobSet of version v1"):
+        read_crd_schema(CRD, "JobSet", version="v1")
+
+
 def test_a_file_without_a_definition_of_the_kind_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("kind: Pod\n")
     for path, says in ((tmp_path / "a.yaml", "defines no JobSet"), (tmp_path / "b.yaml", "can't be read")):
         with pytest.raises(UsageError, match=says):
-            read_crd_schema(path, "JobSet")
+            read_crd_schema(path, "JobSet", version="v1alpha2")

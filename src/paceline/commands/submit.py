@@ -1,10 +1,10 @@
 """The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes or SageMaker."""
 
 import json
-import shlex
+import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,15 +19,16 @@ from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace
 from paceline.submit.crd_checks import check_against_schema, read_crd_schema
-from paceline.submit.follow_job import follow_kubernetes, follow_slurm
+from paceline.submit.follow_job import follow_slurm
 from paceline.submit.kubernetes_checks import check_kubernetes
 from paceline.submit.kubernetes_files import kubernetes_file
 from paceline.submit.sagemaker_request import check_sagemaker, sagemaker_file
-from paceline.submit.slurm_script import slurm_script
+from paceline.submit.slurm_script import TASK, slurm_script
 from paceline.submit.submission import Submission, SubmissionFile, write_submission
 from paceline.submit.target_options import read_kubernetes_options, read_sagemaker_options, read_slurm_options
 
 _TARGETS = ("slurm", "k8s", "sagemaker")
+_ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
 _POD_FOLDER = "/runs"  # where pods mount the volume of the runs
 
 
@@ -68,9 +69,7 @@ class SubmitOptions:
     run_dir: str | None = None
     """The run folder, which all nodes see. The file is written to its folder `submit`."""
     follow: bool = False
-    """Hand the job in, and print its output until it ends (Slurm, and Kubernetes with a JobSet)."""
-    dry_run: bool = False
-    """Only write and check the file, whatever `--follow` says."""
+    """Slurm: hand the job in, and print its output until it ends."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -89,10 +88,10 @@ def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
     write_submission(file)
     value = {"file": str(file.path), "command": file.command, "name": submission.name, "run": submission.run}
     lines = [f"wrote {file.path}", *_cost_lines(options)]
-    if options.follow and not options.dry_run:
+    if options.follow:
         for line in lines:
             _report(line)
-        return _follow(options, submission, file), value, ""
+        return follow_slurm(file.path, report=_report), value, ""
     return 0, value, "\n".join([*lines, f"To hand it in: {file.command}"])
 
 
@@ -110,6 +109,15 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
         problems.append(UsageError(f"--to {options.to} needs a container image.", hint=hint))
     if options.array and options.to != "slurm":
         problems.append(UsageError("--array is for Slurm.", hint="one submit for each training"))
+    if options.array and not _ARRAY.fullmatch(options.array):
+        problems.append(UsageError(f"--array {options.array} can't be read.", hint="--array 1-4, or 1,3,7-9"))
+    if options.follow and (options.to != "slurm" or options.array):
+        hint = "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=NAME, or squeue"
+        problems.append(UsageError("--follow is for one job of Slurm.", hint=hint))
+    if options.device not in ("cuda", "cpu"):
+        problems.append(UsageError(f"--device {options.device}.", hint="--device cuda | cpu"))
+    if any("\n" in text for text in (options.job, options.run_dir or "", options.image)):
+        problems.append(UsageError("a line break is in the job, the run folder or the image."))
     if options.layout is not None and is_auto(options.layout):
         hint = "paceline plan JOB, then its layout"
         problems.append(UsageError("--layout auto can't be handed in.", hint=hint))
@@ -117,7 +125,7 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
         problems.append(UsageError("--budget needs the price of a machine.", hint="--price 3.2"))
     elif options.budget is not None and options.price is not None and _cost(options, options.price) > options.budget:
         cost = _cost(options, options.price)
-        hours = options.budget / (options.price * options.nodes)
+        hours = options.budget / _cost(replace(options, hours=1.0), options.price)
         problems.append(
             UsageError(
                 f"the job may cost {cost:,.2f}, and the budget is {options.budget:,.2f}.", hint=f"--hours {hours:g}"
@@ -133,6 +141,7 @@ def _check_training(options: SubmitOptions, settings: list[str]) -> None:
         PacelineError: `paceline train` would refuse the command.
     """
     place = NodePlace(num_nodes=options.nodes, head_host="node0", port=DEFAULT_PORT, node=0)
+    is_alone = options.nodes == 1
     common = RunOptions(
         layout=options.layout,
         update=options.update,
@@ -140,10 +149,11 @@ def _check_training(options: SubmitOptions, settings: list[str]) -> None:
         device="cpu",
         config=options.config,
         run_dir=options.run_dir,
-        place=place,
+        place=None if is_alone else place,
+        ranks=options.ranks_per_node if is_alone else None,
         ranks_per_node=options.ranks_per_node,
     )
-    make_task("train", options.job, common, [word.replace("{task}", "1") for word in settings])
+    make_task("train", options.job, common, [word.replace(TASK, "1") for word in settings])
 
 
 def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
@@ -151,7 +161,7 @@ def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
     flags = {"layout": options.layout, "update": options.update, "compress": options.compress, "config": options.config}
     defaults = {"layout": None, "update": "sync", "compress": "none", "config": None}
     words = [word for name, value in flags.items() if value != defaults[name] for word in (f"--{name}", str(value))]
-    words += ["--device", "cpu"] if options.device == "cpu" else []
+    words += ["--device", options.device]
     return Submission(
         job=options.job,
         words=(*words, *settings),
@@ -196,30 +206,31 @@ def _check_yaml(text: str, *, crd: str) -> list[str]:
     problems = [problem for document in documents for problem in check_kubernetes(document)]
     if crd:
         document = documents[-1]
-        problems += check_against_schema(document, read_crd_schema(Path(crd), document["kind"]))
+        version = document["apiVersion"].rpartition("/")[2]
+        problems += check_against_schema(document, read_crd_schema(Path(crd), document["kind"], version=version))
     return problems
 
 
 def _cost(options: SubmitOptions, price: float) -> float:
-    return options.nodes * options.hours * price
+    """Return the largest possible cost of one start of all tasks."""
+    return options.nodes * options.hours * price * _num_tasks(options.array)
+
+
+def _num_tasks(array: str) -> int:
+    """Return how many tasks an array has, such as 4 for "1-4"; 1 without an array."""
+    if not _ARRAY.fullmatch(array):
+        return 1
+    parts = [part.partition("-") for part in array.partition("%")[0].split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in parts)
 
 
 def _cost_lines(options: SubmitOptions) -> list[str]:
     if options.price is None:
         return []
-    cost = _cost(options, options.price)
-    return [
-        f"at most {cost:,.2f}: {plural(options.nodes, 'machine')} for {options.hours:g} h at {options.price:g} each"
-    ]
-
-
-def _follow(options: SubmitOptions, submission: Submission, file: SubmissionFile) -> int:
-    """Hand the file in, print the output of the job, and return its exit code."""
-    if options.to == "slurm":
-        return follow_slurm(file.path, report=_report)
-    if options.to == "k8s":
-        return follow_kubernetes(shlex.split(file.command), submission.name)
-    raise UsageError("--follow is not there for SageMaker.", hint=file.command)
+    cost, num_tasks = _cost(options, options.price), _num_tasks(options.array)
+    tasks = f"{num_tasks} times " if num_tasks > 1 else ""
+    machines = plural(options.nodes, "machine")
+    return [f"at most {cost:,.2f} for each start: {tasks}{machines} for {options.hours:g} h at {options.price:g} each"]
 
 
 def _report(line: str) -> None:

@@ -61,12 +61,13 @@ def train(
         )
 
         refuse_auto_options(update=common.update, compress=common.compress)
-    if common.place is not None and is_auto_layout:
-        raise UsageError("--layout auto can't be chosen on several nodes yet.", hint="paceline plan, then its layout")
     try:
+        if common.place is not None and is_auto_layout:
+            hint = "paceline plan, then its layout"
+            raise UsageError("--layout auto can't be chosen on several nodes yet.", hint=hint)
         task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
     except PacelineError as error:
-        if common.place is not None:
+        if common.place is not None and not common.dry_run:
             tell_head(common.place, error)
         raise
     if common.dry_run:

@@ -264,7 +264,8 @@ def _run_attempt(
         stop_requests=stop_requests,
         saves_checkpoints=request.saves_checkpoints,
         silence_timeout=_silence_timeout(request),
-        watches_hangs=not request.servers and nodes is None,  # on several nodes, it would see only some of the ranks
+        watches_hangs=not request.servers,
+        sees_all_ranks=nodes is None,
     )
     watch = _SaveWatch(request, policy=policy, stop_attempt=supervisor.stop_attempt)
 

@@ -120,8 +120,11 @@ class Reception:
                 self._changed.wait(min(_POLL_SECONDS, wait_seconds))
             self._is_complete = True
             seats = self._number_seats()
-            findings = [*self._refusals.values(), *self._problems]
-        missing = [node for node in range(1, self.place.num_nodes) if node not in seats]
+            missing = [node for node in range(1, self.place.num_nodes) if node not in seats]
+            # If all places are taken, it does not matter who else was sent away.
+            findings = [*(self._refusals.values() if missing else ()), *self._problems]
+            self._refusals.clear()
+            self._problems.clear()
         if missing and not findings:  # else somebody was sent away
             are_numbered = any(arrival.hello.node is not None for arrival in seats.values())
             names = format_nodes(missing) if are_numbered else plural(len(missing), "node")

@@ -15,11 +15,11 @@ from paceline.errors import UsageError
 _ONLY_IN_UPDATES = "oldSelf"
 
 
-def read_crd_schema(path: Path, kind: str) -> dict[str, Any]:
-    """Return the schema of a kind from a file that `kubectl get crd NAME -o yaml` has printed.
+def read_crd_schema(path: Path, kind: str, *, version: str) -> dict[str, Any]:
+    """Return the schema of a version of a kind from a file that `kubectl get crd NAME -o yaml` has printed.
 
     Raises:
-        UsageError: the file can't be read, or has no definition of this kind.
+        UsageError: the file can't be read, or has no definition of this kind and version.
     """
     yaml = _import("yaml")
     try:
@@ -28,9 +28,14 @@ def read_crd_schema(path: Path, kind: str) -> dict[str, Any]:
         raise UsageError(f"{path} can't be read: {error}.") from None
     for document in documents:
         if isinstance(document, dict) and document.get("spec", {}).get("names", {}).get("kind") == kind:
-            schema: dict[str, Any] = document["spec"]["versions"][-1]["schema"]["openAPIV3Schema"]
-            return schema
-    raise UsageError(f"{path} defines no {kind}.", hint="kubectl get crd jobsets.jobset.x-k8s.io -o yaml > FILE")
+            schemas: dict[str, dict[str, Any]] = {
+                each["name"]: each["schema"]["openAPIV3Schema"] for each in document["spec"]["versions"]
+            }
+            if version in schemas:
+                return schemas[version]
+    raise UsageError(
+        f"{path} defines no {kind} of version {version}.", hint="kubectl get crd jobsets.jobset.x-k8s.io -o yaml > FILE"
+    )
 
 
 def check_against_schema(document: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,10 @@ from pathlib import Path
 from paceline.errors import ExitCode, MachineError
 
 _POLL_SECONDS = 2.0
-_EXIT_CODE = re.compile(r"ExitCode=(\d+):")
+_MAX_FAILURES, _SIGNAL_BASE = 30, 128
+_END_STATES = (
+    "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
+)  # fmt: skip
 
 
 def follow_slurm(script: Path, *, report: Callable[[str], None]) -> int:
@@ -19,34 +22,34 @@ def follow_slurm(script: Path, *, report: Callable[[str], None]) -> int:
         MachineError: a command of Slurm is missing or fails.
     """
     job = _run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
-    output, position, state = script.parent / f"slurm-{job}.out", 0, ""
+    output, position, state, num_failures = script.parent / f"slurm-{job}.out", 0, "", 0
+    description = ""
     report(f"job {job}")
-    while True:
-        new_state = _run(["squeue", "--noheader", "--jobs", job, "--format", "%T %R"], may_fail=True).strip()
-        if new_state and new_state != state:
+    while state not in _END_STATES:
+        time.sleep(_POLL_SECONDS)
+        position = _print_new_output(output, position, report)
+        try:
+            description, num_failures = _run(["scontrol", "--oneliner", "show", "job", job]), 0
+        except MachineError:  # the controller may be away for a moment
+            num_failures += 1
+            if num_failures > _MAX_FAILURES:
+                raise
+            continue
+        new_state = _read_field(description, "JobState")
+        if new_state != state:
             report(f"job {job}: {new_state.lower()}")
         state = new_state
-        position = _print_new_output(output, position, report)
-        if not state:
-            break
-        time.sleep(_POLL_SECONDS)
-    position = _print_new_output(output, position, report)
-    found = _EXIT_CODE.search(_run(["scontrol", "show", "job", job], may_fail=True))
-    return int(found[1]) if found else int(ExitCode.DONE)
+    _print_new_output(output, position, report)
+    if state == "COMPLETED":
+        return int(ExitCode.DONE)
+    code, _, signal_number = _read_field(description, "ExitCode").partition(":")
+    return int(code or 0) or (_SIGNAL_BASE + int(signal_number) if int(signal_number or 0) else int(ExitCode.FAILED))
 
 
-def follow_kubernetes(command: Sequence[str], name: str) -> int:
-    """Hand a file in, and print the logs of node 0 until the job ends.
-
-    Raises:
-        MachineError: kubectl is missing or fails.
-    """
-    _run(command)
-    selector = f"batch.kubernetes.io/job-completion-index=0,jobset.sigs.k8s.io/jobset-name={name}"
-    wait = ["kubectl", "wait", "--for=condition=Ready", "pod", "--selector", selector, "--timeout=1h"]
-    _run(wait)
-    logs = ["kubectl", "logs", "--follow", "--selector", selector, "--tail=-1"]
-    return subprocess.run(logs, check=False).returncode
+def _read_field(description: str, name: str) -> str:
+    """Return a field of what `scontrol` says of a job; empty if there is none."""
+    found = re.search(rf"\b{name}=(\S+)", description)
+    return found[1] if found else ""
 
 
 def _print_new_output(file: Path, position: int, report: Callable[[str], None]) -> int:
@@ -63,11 +66,11 @@ def _print_new_output(file: Path, position: int, report: Callable[[str], None]) 
     return position + len(whole) + len(newline)
 
 
-def _run(command: Sequence[str], *, may_fail: bool = False) -> str:
+def _run(command: Sequence[str]) -> str:
     """Return the output of a command.
 
     Raises:
-        MachineError: it is missing or, unless it `may_fail`, fails.
+        MachineError: it is missing, or fails.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -75,6 +78,6 @@ def _run(command: Sequence[str], *, may_fail: bool = False) -> str:
         raise MachineError(
             f"{command[0]} is not installed here.", hint="leave --follow out, and hand the file in where it is"
         ) from None
-    if done.returncode and not may_fail:
+    if done.returncode:
         raise MachineError(f"{' '.join(command)} failed: {done.stderr.strip()}.")
     return done.stdout

@@ -1,6 +1,7 @@
 """The files for Kubernetes: a JobSet, a TrainJob of Kubeflow, or an indexed Job where neither is installed."""
 
 import json
+import math
 import shlex
 from textwrap import indent
 
@@ -8,7 +9,7 @@ from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile,
 from paceline.submit.target_options import KubernetesOptions
 
 _POD_INDENTS = {"jobset": 14, "job": 6}
-_MAX_RESTARTS = 20
+_JOB_RESTARTS = 20
 
 
 def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> SubmissionFile:
@@ -24,14 +25,15 @@ def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> Submiss
     values = {
         **submission.values(),
         "path": shlex.quote(str(path)),
-        "image": json.dumps(submission.image),
-        "command": json.dumps(submission.train_command(*more)),
-        "max_restarts": str(_MAX_RESTARTS if kind == "jobset" else _MAX_RESTARTS * submission.num_nodes),
+        "image": _as_yaml(submission.image),
+        "command": _as_yaml(submission.train_command(*more)),
+        "max_restarts": str(_JOB_RESTARTS if kind == "jobset" else _JOB_RESTARTS * submission.num_nodes),
         "limits": _amounts({**gpus, "memory": needs.memory}),
         "requests": _amounts({**gpus, "cpu": needs.cpus, "memory": needs.memory}),
-        "claim": json.dumps(needs.claim),
-        "shared_memory": json.dumps(needs.shared_memory),
-        "runtime": json.dumps(needs.runtime),
+        "seconds": str(math.ceil(submission.hours * 3600)),
+        "claim": _as_yaml(needs.claim),
+        "shared_memory": _as_yaml(needs.shared_memory),
+        "runtime": _as_yaml(needs.runtime),
     }
     if kind in _POD_INDENTS:
         values["pod"] = indent(fill_template("pod.yaml", values).rstrip(), " " * _POD_INDENTS[kind])
@@ -41,5 +43,10 @@ def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> Submiss
     )
 
 
+def _as_yaml(value: str | list[str]) -> str:
+    """Return a text, or a list of texts, as YAML on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _amounts(amounts: dict[str, str]) -> str:
-    return ", ".join(f"{name}: {json.dumps(value)}" for name, value in amounts.items())
+    return ", ".join(f"{name}: {_as_yaml(value)}" for name, value in amounts.items())

@@ -4,9 +4,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile, as_shell, fill_template, format_time
+from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile, fill_template, format_time
+
+TASK = "{task}"
+"""The place of the number of an array's task in a word of the command."""
 
 
 def slurm_script(submission: Submission, *, options: Mapping[str, str], array: str = "") -> SubmissionFile:
@@ -16,27 +20,31 @@ def slurm_script(submission: Submission, *, options: Mapping[str, str], array: s
     command, `{task}` is then the number.
     """
     path = submission.folder / "job.sh"
-    command = as_shell(submission.train_command())
-    if array:
-        run = shlex.quote(submission.run)
-        command = command.replace(f"--run-dir {run}", f"--run-dir {run}/$SLURM_ARRAY_TASK_ID")
-        command = command.replace("'{task}'", "$SLURM_ARRAY_TASK_ID").replace("{task}", "$SLURM_ARRAY_TASK_ID")
     more = {**({"array": array} if array else {}), **{name.replace("_", "-"): text for name, text in options.items()}}
-    output = submission.folder / ("slurm-%A-%a.out" if array else "slurm-%j.out")
+    output = str(submission.folder).replace("%", "%%") + ("/slurm-%A-%a.out" if array else "/slurm-%j.out")
     values = {
         **submission.values(),
-        "path": str(path),
+        "path": shlex.quote(str(path)),
         "gpu_option": f" --gpus-per-node={submission.ranks_per_node}" if submission.uses_gpus else "",
         "time_limit": format_time(submission.hours),
-        "output": str(output),
-        "more_options": "".join(f"\n#SBATCH --{name}={text}" for name, text in more.items()),
+        "output": shlex.quote(output),
+        "more_options": "".join(f"\n#SBATCH --{name}={shlex.quote(text)}" for name, text in more.items()),
         "folder": shlex.quote(str(Path.cwd())),
         "environment": _activation(),
         "container": f" --container-image={shlex.quote(submission.image)}" if submission.image else "",
-        "command": command,
+        "command": _command_line(submission, is_array=bool(array)),
         "max_restarts": str(MAX_RESTARTS),
     }
-    return SubmissionFile(path=path, text=fill_template("job.sh", values), command=f"sbatch {shlex.quote(str(path))}")
+    return SubmissionFile(path=path, text=fill_template("job.sh", values), command=f"sbatch {values['path']}")
+
+
+def _command_line(submission: Submission, *, is_array: bool) -> str:
+    """Return the command as a line for a shell, which puts in the number of the task."""
+    if not is_array:
+        return shlex.join(submission.train_command())
+    words = replace(submission, run=f"{submission.run}/{TASK}").train_command()
+    parts = ([shlex.quote(part) if part else "" for part in word.split(TASK)] for word in words)
+    return " ".join('"$SLURM_ARRAY_TASK_ID"'.join(part) for part in parts)
 
 
 def _activation() -> str:

@@ -2,13 +2,13 @@
 
 import math
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from paceline.config.job_reference import short_name
 from paceline.errors import UsageError
 
 MAX_RESTARTS = 50
@@ -35,9 +35,7 @@ class Submission:
     @property
     def name(self) -> str:
         """The name of the job, which every scheduler takes: small letters, digits and dashes, a letter first."""
-        stem = Path(self.job.partition(":")[0]).stem.rpartition(".")[2]
-        run = Path(self.run).name
-        text = re.sub(r"[^a-z0-9]+", "-", f"{stem}-{run}".lower()).strip("-")
+        text = re.sub(r"[^a-z0-9]+", "-", f"{short_name(self.job)}-{Path(self.run).name}".lower()).strip("-")
         text = text if text[:1].isalpha() else f"job-{text}"
         return text[:_MAX_NAME].rstrip("-")
 
@@ -96,8 +94,3 @@ def format_time(hours: float) -> str:
     """Return a time limit as Slurm takes it, such as "24:00:00"; fractions of a minute are rounded up."""
     minutes = max(1, math.ceil(hours * 60))
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
-
-
-def as_shell(words: list[str]) -> str:
-    """Return words as a line for a shell."""
-    return shlex.join(words)

@@ -25,7 +25,7 @@ class NodeEnd:
 
 @dataclass
 class OwnNodes:
-    """The nodes of one run. The first to be started is the head, because all have the host of the head."""
+    """The nodes of one run, whose numbers are given."""
 
     shop: Shop
     count: int

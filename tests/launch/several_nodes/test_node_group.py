@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from paceline.config.settings import Nodes
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
 from paceline.launch.several_nodes.node_group import Member, NodeGroup
-from paceline.launch.several_nodes.node_messages import as_message, part_ended
+from paceline.launch.several_nodes.node_messages import PartEnded, as_message, part_ended
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -28,13 +30,13 @@ REQUEST = {"payload": {"run": "runs/a", "settings": {}}, "ranks": 4}
 class Nodes3:
     """A head with two members, which this test plays."""
 
-    def __init__(self, *, patience: float = 30.0) -> None:
+    def __init__(self, *, patience: float = 30.0, restarts: int = 3) -> None:
         self.channels: dict[int, LineChannel] = {}
         self.replacements: dict[int, Member] = {}
         members = {node: self.member(node) for node in (1, 2)}
         self.group = NodeGroup(
             members, own_host="host0", own_address="127.0.0.1", ranks_per_node=2,
-            settings=Nodes(patience=patience), gather=self.gather,
+            settings=Nodes(patience=patience, restarts=restarts), gather=self.gather,
         )  # fmt: skip
 
     def member(self, node: int) -> Member:
@@ -48,7 +50,7 @@ class Nodes3:
             channel.close()
 
     def gather(self, lost: Sequence[int], _: Callable[[], bool]) -> tuple[Mapping[int, Member], str]:
-        return self.replacements, "" if set(lost) == set(self.replacements) else "node 1 did not come"
+        return self.replacements, "" if set(lost) <= set(self.replacements) else "node 1 did not come"
 
     def say(
         self, node: int, *, code: int = 0, failure: Failure | None = None, attempt: int = 1, step: int = 12
@@ -106,7 +108,7 @@ def test_the_failure_of_a_member_ends_the_others_and_names_its_host(nodes: Nodes
     result = finish(nodes, PartResult(exit_code=1, failure=lost, progress=AttemptProgress()))
     assert result.failure is not None and result.exit_code == 1
     assert result.failure.summary == "rank 2 on host1 killed by SIGKILL at step 7"
-    assert nodes.heard(2)[-1] == {"do": "kill", "attempt": 1}
+    assert nodes.heard(2)[-1] == {"do": "end_part", "attempt": 1}
 
 
 def test_a_failure_has_its_time_on_the_clock_of_the_head(nodes: Nodes3, tmp_path: Path) -> None:
@@ -147,14 +149,13 @@ def test_a_silent_node_is_named_and_is_lost_after_the_patience(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = Nodes3(patience=1.0)
-    beating = True
 
     def beat() -> bool:
         nodes.channels[2].send({"do": "beat"})
         return nodes.group.has_failed()
 
     nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
-    assert beating and not nodes.group.has_failed()
+    assert not nodes.group.has_failed()
     wait_until(beat)
     nodes.say(2, code=1)
     result = finish(nodes)
@@ -182,7 +183,52 @@ def test_members_end_with_the_exit_code_of_the_run() -> None:
     nodes.close()
 
 
-def test_a_message_is_json(nodes: Nodes3) -> None:
-    failure = Failure(rank=2, kind="ValueError", message="x", said={"numbers": {"a": 1.5}})
-    message = as_message(part_ended(1, exit_code=1, failure=failure, progress=AttemptProgress()))
-    assert msgspec.json.decode(msgspec.json.encode(message)) == message and nodes
+def test_a_failure_arrives_as_it_was_but_for_its_time_and_its_host() -> None:
+    failure = Failure(
+        rank=2, kind="ValueError", message="x", said={"numbers": {"a": 1.5}}, monotonic_ns=time.monotonic_ns()
+    )
+    message = msgspec.json.encode(part_ended(1, exit_code=1, failure=failure, progress=AttemptProgress(step=3)))
+    ended = msgspec.convert(msgspec.json.decode(message), PartEnded)
+    arrived = ended.read_failure(host="host1")
+    assert arrived is not None and ended.progress.step == 3
+    assert replace(arrived, monotonic_ns=0, host="") == replace(failure, monotonic_ns=0)
+    assert abs(arrived.monotonic_ns - failure.monotonic_ns) < 10**9
+
+
+def test_a_node_that_ends_after_its_part_is_replaced_but_its_result_stands(nodes: Nodes3, tmp_path: Path) -> None:
+    """As after two stop signals to the agent of node 1."""
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.say(1, code=130)
+    nodes.channels[1].close()
+    wait_until(nodes.group.has_failed)
+    nodes.say(2, code=1)
+    result = finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress()))
+    assert (result.exit_code, result.failure) == (130, None)
+
+
+def test_a_member_that_does_not_end_its_ranks_is_given_up(
+    nodes: Nodes3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link still beats, but its main thread hangs, perhaps on a disk."""
+    monkeypatch.setattr(node_group, "_END_SECONDS", 0.5)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.say(2, code=1)
+    own = Failure(rank=0, kind="ValueError", message="x", monotonic_ns=1)
+    result = finish(nodes, PartResult(exit_code=1, failure=own, progress=AttemptProgress()))
+    assert result.exit_code == 1 and result.failure is not None and result.failure.kind == "ValueError"
+    object.__setattr__(nodes.group, "settings", Nodes(restarts=0))
+    assert "node 1 (host1, ranks 2-3) is gone, too" in nodes.group.replace_lost(is_stopped=lambda: False)
+
+
+def test_a_second_node_that_is_lost_during_the_wait_for_the_first_is_replaced_too(tmp_path: Path) -> None:
+    nodes = Nodes3(restarts=3)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    nodes.say(2, code=1)
+    finish(nodes)
+    nodes.channels[2].close()
+    nodes.replacements = {1: nodes.member(1), 2: nodes.member(2)}
+    assert nodes.group.replace_lost(is_stopped=lambda: False) == ""
+    nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    assert [nodes.heard(node)[0]["attempt"] for node in (1, 2)] == [2, 2] and not nodes.group.has_failed()
+    nodes.close()

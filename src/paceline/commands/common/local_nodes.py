@@ -1,5 +1,6 @@
 """Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for each of them."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -7,11 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
 
 from paceline.commands.command_table import TrainOptions
 from paceline.errors import UsageError
-from paceline.launch.agent.signals import active_stop_signals, is_main_thread
+from paceline.launch.agent.forkserver_client import module_path_options
+from paceline.launch.agent.signals import active_stop_signals, die_with_parent, is_main_thread
 
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
@@ -40,13 +42,17 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
     A stop signal to this process goes to all nodes.
     """
     words = [*_as_words(options), *settings, "--nodes", f"{num_nodes}:{_LOOPBACK}:{_free_port()}"]
-    command = [sys.executable, *_module_options(), "-m", "paceline", "train", *words]
+    command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
     processes: list[subprocess.Popen[bytes]] = []
+    end_with_this = partial(die_with_parent, os.getpid())
     with _forwarded_signals(processes):
         try:
             for node in range(num_nodes):
                 output = None if node == 0 else sys.stderr.fileno()  # standard output is for the result
-                processes.append(subprocess.Popen([*command, "--node", str(node)], stdout=output))
+                process = subprocess.Popen(
+                    [*command, "--node", str(node)], stdout=output, start_new_session=True, preexec_fn=end_with_this
+                )
+                processes.append(process)
             codes = [process.wait() for process in processes]
             return codes[0]
         finally:
@@ -68,12 +74,6 @@ def _as_words(options: TrainOptions) -> list[str]:
     return words
 
 
-def _module_options() -> list[str]:
-    """Return the option with which files in this folder can't shadow modules, unless Paceline itself is here."""
-    is_here = Path(__file__).resolve().parents[4] == Path.cwd()
-    return [] if is_here else ["-P"]
-
-
 def _free_port() -> int:
     with socket.create_server((_LOOPBACK, 0)) as probe:
         return int(probe.getsockname()[1])
@@ -81,12 +81,14 @@ def _free_port() -> int:
 
 @contextmanager
 def _forwarded_signals(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Return a context in which the stop signals of this process go to all nodes. A terminal sends Ctrl-C to all."""
+    """Return a context in which the stop signals of this process go to all nodes.
+
+    The nodes have sessions of their own, so that a signal to this process's group does not reach them twice.
+    """
 
     def forward(number: int, _: object) -> None:
-        if number != signal.SIGINT:
-            for process in processes:
-                process.send_signal(number)
+        for process in processes:
+            process.send_signal(number)
 
     numbers = active_stop_signals() if is_main_thread() else []
     previous = {number: signal.signal(number, forward) for number in numbers}

@@ -24,6 +24,7 @@ from paceline.launch.several_nodes.member_agent import MemberAgent, MemberEnd
 from paceline.launch.several_nodes.node_group import Member, NodeGroup, describe_ranks
 from paceline.nodes.examination import END, RUN, answer_head, examine_seats
 from paceline.nodes.finding import Finding
+from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
@@ -78,6 +79,7 @@ class NodeStart:
         self._ranks_per_node = task.ranks // place.num_nodes
         self._run_folder = Path(task.run) if task.run else ROOT
         self._listener: socket.socket | None = None
+        self._channels: dict[int, LineChannel] = {}  # of the members of the run
 
     def is_head(self) -> bool:
         """Return whether this is the head, which then listens for the other nodes.
@@ -135,7 +137,7 @@ class NodeStart:
         reception = Reception(self._listener, self._place)
         try:
             own_facts = self._read_facts()
-            members = self._admit(reception, own_facts, lost=range(1, self._place.num_nodes))
+            members = self._admit(reception, own_facts)
             group = NodeGroup(
                 members,
                 own_host=own_facts.host,
@@ -161,7 +163,7 @@ class NodeStart:
         for node in lost:
             reception.vacate(node)
         try:
-            return self._admit(reception, facts, lost=lost, is_stopped=is_stopped), ""
+            return self._admit(reception, facts, is_stopped=is_stopped), ""
         except PacelineError as error:
             return {}, error.what
 
@@ -170,16 +172,15 @@ class NodeStart:
         reception: Reception,
         facts: MachineFacts,
         *,
-        lost: Sequence[int],
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> dict[int, Member]:
-        """Wait for nodes, examine them, and return them as members of the run.
+        """Wait for nodes, examine those that are new, and return them as members of the run.
 
         Raises:
             MachineError, UsageError: a node did not come, or the nodes can't train together. Those nodes are ended.
         """
         seats, findings = reception.wait(wait_seconds=self.settings.wait, report=_report, is_stopped=is_stopped)
-        new = {node: arrival for node, arrival in seats.items() if node in lost}
+        new = {node: seat for node, seat in seats.items() if self._channels.get(node) is not seat.channel}
         examination = examine_seats(
             new, facts, findings=findings, run_folder=self._run_folder, num_nodes=self._place.num_nodes
         )
@@ -195,6 +196,7 @@ class NodeStart:
         for node, arrival in new.items():
             with suppress(OSError):  # the link then says that the node is lost
                 arrival.channel.send({"do": RUN, "node": node, "head": facts.host})
+            self._channels[node] = arrival.channel
         return {node: Member(host=arrival.hello.host, link=NodeLink(arrival.channel)) for node, arrival in new.items()}
 
     def _own_address(self, members: Mapping[int, Member]) -> str:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from paceline.errors import MachineError
 from paceline.filesystem.run_lock import RunLock
 from paceline.launch.agent.cleanup_process import kill_group_members, start_cleanup_process
-from paceline.launch.agent.forkserver_client import ADOPTED, FORKSERVER_LOG, INHERITED_HANDLES, MEMORY_FOLDER
+from paceline.launch.agent.forkserver_client import ADOPTED, INHERITED_HANDLES, MEMORY_FOLDER, forkserver_log
 from paceline.launch.agent.parameter_server_processes import RespawningWorkers
 from paceline.launch.agent.shared_status import STATUS_FD
 from paceline.launch.agent.signals import die_with_parent, stop_flag
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             break
         request = json.loads(Path(path).read_text(encoding="utf-8"))
         stop_flag.signal = None  # a signal to the ended attempt is no request to stop the next one
-        _redirect_errors(Path(request["folder"]) / FORKSERVER_LOG)
+        _redirect_errors(forkserver_log(Path(path)))
     if _is_child_running(spare):
         os.kill(spare, signal.SIGKILL)
         os.waitpid(spare, 0)

@@ -18,7 +18,6 @@ from paceline.launch.agent.shared_status import STATUS_FD, clear_status_buffer, 
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 MEMORY_FOLDER = "PACELINE_MEMORY_FOLDER"
-FORKSERVER_LOG = "forkserver.log"
 ADOPTED = "adopted"
 """The answer to a spare that has reported itself as the server."""
 _EXIT_SECONDS = 30.0
@@ -74,7 +73,7 @@ class ForkserverClient:
             STATUS_FD: str(self.status_fd),
         }
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        log = os.open(request.parent / FORKSERVER_LOG, flags, 0o644)
+        log = os.open(forkserver_log(request), flags, 0o644)
         try:
             self._process = subprocess.Popen(
                 [*(self._command or _forkserver_command()), str(request), str(os.getpid())],
@@ -227,6 +226,11 @@ class ForkserverClient:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
         self._process.stdin.flush()
+
+
+def forkserver_log(request: Path) -> Path:
+    """Return the log of the fork server that serves a request: of several nodes, each one has its own."""
+    return request.with_name(f"forkserver{request.stem.removeprefix('request')}.log")
 
 
 def _forkserver_command() -> list[str]:

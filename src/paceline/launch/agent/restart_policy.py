@@ -200,12 +200,8 @@ class RestartPolicy:
     def _replace_node(self, failure: Failure) -> list[Action]:
         """Start an attempt for which another node takes the place of the lost one, if there may be one."""
         if self._num_node_restarts >= self._max_node_restarts:
-            num_lost = plural(self._num_node_restarts + 1, "node")
-            return [
-                EndRun(
-                    reason=f"Not restarted again: {num_lost} lost (nodes.restarts)." if self._max_node_restarts else ""
-                )
-            ]
+            reason = f"Not restarted again: nodes.restarts is {self._max_node_restarts}."
+            return [EndRun(reason=reason if self._max_node_restarts else "")]
         self._num_node_restarts += 1
         number = f"restart {self._num_node_restarts} of {self._max_node_restarts}"
         text = f"{failure.summary}; waiting for a node in its place ({number})"
@@ -279,7 +275,7 @@ class RestartPolicy:
 
 
 def has_external_cause(failure: Failure) -> bool:
-    """Return whether the cause may be outside the job: a signal, low memory, a slow rank, or the fork server."""
+    """Return whether the cause may be outside the job, such as a signal, low memory, a slow rank or a lost node."""
     has_external_kind = failure.kind in ("signal", TIMEOUT, CONNECTION, LOST_NODE) or failure.rank == FORKSERVER_RANK
     is_external = has_external_kind or _is_killed_data_worker(failure)
     return is_external or failure.is_short_of_memory or failure.is_lost_connection

@@ -1,4 +1,4 @@
-"""Signal handling in a worker: the first signal asks for a clean stop, a second ends the process at once."""
+"""Signal handling in a worker: the first signal asks for a clean stop, and a second one may end the process."""
 
 import _signal  # type: ignore[import-not-found]
 import ctypes

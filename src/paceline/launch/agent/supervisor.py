@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
-from paceline.launch.agent.forkserver_client import FORKSERVER_LOG, ForkserverClient
+from paceline.launch.agent.forkserver_client import ForkserverClient, forkserver_log
 from paceline.launch.agent.parameter_server_processes import CLEAN_EXIT_CODES
 from paceline.launch.agent.shared_status import read_end, read_heartbeat, write_stop
 from paceline.launch.agent.stop_requests import StopRequests
@@ -88,6 +88,7 @@ class Supervisor:
         saves_checkpoints: bool = True,
         silence_timeout: float = DEFAULT_SECONDS,
         watches_hangs: bool = True,
+        sees_all_ranks: bool = True,
     ) -> None:
         self._forkserver = forkserver
         self._request = request
@@ -95,7 +96,8 @@ class Supervisor:
         self._stop_requests = stop_requests
         self._saves_checkpoints = saves_checkpoints
         self._silence_timeout = silence_timeout
-        self._watches_hangs = watches_hangs
+        self._watches_hangs = watches_hangs and sees_all_ranks
+        self._sees_all_ranks = sees_all_ranks
         self._stop_time: float | None = None
         self._next_message_time = 0.0
         self._watcher: SilenceWatcher | None = None
@@ -363,20 +365,17 @@ class Supervisor:
         attempt = self._attempt
         records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in attempt.ranks]
         failed_ranks = {failure.rank for failure in attempt.failures}
-        attempt.failures += [f for f in records if f is not None and f.rank not in failed_ranks and attempt.failures]
+        if attempt.failures or self._is_ended_from_outside:
+            attempt.failures += [record for record in records if record is not None and record.rank not in failed_ranks]
         first = first_failure(attempt.failures)
         if first is not None and first.is_lost_connection and attempt.silent_ranks:
             return 1, hang_failure(attempt.failures, attempt.silent_ranks)
         finished_ranks = [rank for rank, status in attempt.statuses.items() if status == 0]
-        if first is not None and first.is_lost_connection and finished_ranks:
+        if first is not None and first.is_lost_connection and finished_ranks and self._sees_all_ranks:
             return 1, missing_peer_failure(finished_ranks[0], waiter=first)
         have_connected = first is not None and first.kind != MachineError.__name__
-        if (
-            first is not None
-            and have_connected
-            and is_timeout(first)
-            and len(attempt.failures) == len(attempt.ranks) > 1
-        ):
+        have_all_failed = len(attempt.failures) == len(attempt.ranks) > 1 and self._sees_all_ranks
+        if first is not None and have_connected and is_timeout(first) and have_all_failed:
             failures = sorted(attempt.failures, key=lambda failure: failure.rank)
             return 1, mutual_wait_failure(failures, folder=attempt.folder)
         if first is None and self._num_stop_requests > int(self._saves_checkpoints):
@@ -384,7 +383,7 @@ class Supervisor:
         if first is None and self._is_ended_from_outside:
             return 1, None
         if first is None and len(attempt.statuses) < len(attempt.ranks):
-            step, log_tail = max(map(self._current_step, attempt.ranks)), _tail(attempt.folder / FORKSERVER_LOG)
+            step, log_tail = max(map(self._current_step, attempt.ranks)), _tail(forkserver_log(self._request))
             status = attempt.starter_status or self._forkserver.exit_status
             return 1, forkserver_failure(status, pid=attempt.starter, step=step, log_tail=log_tail)
         return exit_code(attempt.statuses, first), first

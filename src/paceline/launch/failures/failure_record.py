@@ -110,7 +110,7 @@ class Failure:
         """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"."""
         place, line = (f" at step {self.step}" if self.step else ""), (f" ({self.where})" if self.where else "")
         if self.rank == FORKSERVER_RANK:
-            return f"the process that starts the ranks ended{place}"
+            return f"the process that starts the ranks{f' on {self.host}' if self.host else ''} ended{place}"
         if self.kind == "signal":
             memory = " (out of memory)" if self.is_short_of_memory else ""
             return f"{self.rank_name} killed by {self.message.partition(' ')[0]}{memory}{place}"

@@ -51,7 +51,10 @@ class AttemptPart:
         return path.resolve()
 
     def _variables(self) -> dict[str, str]:
-        """Return the variables by which gloo and NCCL find the network interface; those of the user are left alone."""
+        """Return the variables by which gloo and NCCL find the network interface.
+
+        Those of the user are left alone, unless all ranks are on this machine.
+        """
         if self.own_address == _LOOPBACK:
             return {_INTERFACE_VARIABLES[0]: "lo"}
         interface = interface_name(self.own_address, list_interfaces())

@@ -19,13 +19,12 @@ from paceline.launch.failures.failure_record import Failure, failure_from_except
 from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
-from paceline.launch.several_nodes.node_group import FIRST_WORD_SECONDS
+from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
     EndPart,
     HeadMessage,
     StartPart,
-    StopPart,
     as_message,
     part_ended,
 )
@@ -34,6 +33,7 @@ from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
 
 _POLL_SECONDS = 0.02
+_STOP_SECONDS = 5.0  # for the head to end all nodes after a stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class MemberEnd:
     exit_code: int
     text: str
     is_head_lost: bool = False
+    """Whether the node may come again, because the head is gone and nobody asked this node to stop."""
 
 
 class MemberAgent:
@@ -59,26 +60,38 @@ class MemberAgent:
         self._forkserver: ForkserverClient | None = None
         self._end: MemberEnd | None = None
         self._is_silence_reported = False
+        self._idle_since = time.monotonic()  # the end of the last attempt
 
     def run(self) -> MemberEnd:
         """Run the parts of attempts that the head starts, until it ends this node or is gone."""
         try:
             with self._stop_requests.listening():
                 while self._end is None:
+                    is_over = bool(self._link.loss)  # before the messages that arrived until then
                     message = self._next_message()
                     if isinstance(message, StartPart):
                         self._run_part(message)
                     elif message is None:
-                        self._watch_head()
-                        if self._stop_requests.count > 1:  # between two attempts
-                            code = int(ExitCode.INTERRUPTED)
-                            self._end = MemberEnd(node=self._node, exit_code=code, text="stopped at once")
+                        self._end_if_stopped()
+                        if is_over or not self._link.loss:
+                            self._watch_head()
                         time.sleep(_POLL_SECONDS)
             return self._end
         finally:
             if self._forkserver is not None:
                 self._forkserver.close()
             self._link.close()
+
+    def _end_if_stopped(self) -> None:
+        """End this node between two attempts if it was asked to stop, and the head does not end it soon.
+
+        The head then sees that it is gone.
+        """
+        count = self._stop_requests.count
+        is_overdue = time.monotonic() - self._idle_since > _STOP_SECONDS or count > 1
+        if count and is_overdue and self._end is None:
+            code = ExitCode.STOPPED if count == 1 else ExitCode.INTERRUPTED
+            self._end = MemberEnd(node=self._node, exit_code=int(code), text="stopped between two attempts")
 
     def _next_message(self) -> HeadMessage | None:
         """Return the next message; the one that ends this node is kept, too. What is no message is left out."""
@@ -103,7 +116,7 @@ class MemberAgent:
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"
             self._end = MemberEnd(node=self._node, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=True)
-        is_silent = seconds > min(FIRST_WORD_SECONDS, patience / 2)
+        is_silent = seconds > min(SILENCE_WARNING_SECONDS, patience / 2)
         if is_silent and not self._is_silence_reported and not reason:
             text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
             print_line(f"node 0 ({self._head}): {text}", sys.stderr)
@@ -117,6 +130,7 @@ class MemberAgent:
         except (PacelineError, OSError) as error:  # for example, the folder can't be written
             failure = failure_from_exception(error, rank=ranks.start)
             code, progress = failure.exit_code, AttemptProgress()
+        self._idle_since = time.monotonic()
         ended = part_ended(start.attempt, exit_code=code, failure=failure, progress=progress)
         self._link.send(as_message(ended))
 
@@ -138,7 +152,7 @@ class MemberAgent:
             request=path,
             ranks=ranks,
             stop_requests=self._stop_requests,
-            watches_hangs=False,  # it would see only some of the ranks
+            sees_all_ranks=False,
         )
         code, failure = supervisor.run(self._head_watch(supervisor, start.attempt))
         return code, failure, read_progress(path.parent, ranks)
@@ -152,12 +166,12 @@ class MemberAgent:
         """Return the function that carries out, during an attempt, what the head asks for."""
 
         def watch() -> None:
+            is_over = bool(self._link.loss)
             while (message := self._next_message()) is not None:
-                if isinstance(message, StopPart):
-                    supervisor.stop_attempt()
-                elif isinstance(message, EndPart) and message.attempt == attempt:
+                if isinstance(message, EndPart) and message.attempt == attempt:
                     supervisor.end_attempt()
-            self._watch_head()
+            if is_over or not self._link.loss:
+                self._watch_head()
             if self._end is not None:
                 supervisor.end_attempt()
 

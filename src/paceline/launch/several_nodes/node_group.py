@@ -19,13 +19,13 @@ from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
-from paceline.launch.several_nodes.node_messages import EndNode, EndPart, PartEnded, StartPart, StopPart, as_message
+from paceline.launch.several_nodes.node_messages import EndNode, EndPart, PartEnded, StartPart, as_message
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
 
-FIRST_WORD_SECONDS = 10.0
+SILENCE_WARNING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
-_END_SECONDS = 60.0  # from the order to end a part to its end; an agent kills its ranks for up to 30 s
+_END_SECONDS = 90.0  # from the order to end a part to its end; an agent may wait twice for 30 s for its processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class NodeGroup:
     """The nodes of a run. The head is node 0, and each node has `ranks_per_node` ranks, in the order of the nodes.
 
     `gather(lost, is_stopped)` waits for nodes that take the places of lost ones, unless `is_stopped()` becomes true. It
-    returns the new members and, if some did not come, why.
+    returns the new members, perhaps more than were lost until now, and, if some did not come, why.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class NodeGroup:
         self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
         self._results: dict[int, PartResult] = {}  # of the current attempt
         self._lost: list[int] = []
+        self._has_unfinished_loss = False  # whether a node was lost before it ended its part of this attempt
         self._silent: set[int] = set()  # nodes of whose silence the screen says something
 
     @property
@@ -79,7 +80,7 @@ class NodeGroup:
             MachineError: the address of this node is gone.
             UsageError: the folder of the attempt can't be written.
         """
-        self._attempt, self._results = attempt, {}
+        self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         if self._reservation is not None:
             self._reservation.close()
         self._reservation = reserve_port(self._own_address)  # until the next attempt
@@ -98,29 +99,27 @@ class NodeGroup:
             member.link.send(as_message(start))
         return part, path
 
-    def stop_attempt(self) -> None:
-        """Ask the ranks of all members to finish their step, save, and stop."""
-        self._send_all(StopPart())
-
     def has_failed(self) -> bool:
         """Read what the members say, and return whether the attempt has failed on one of them, or one is lost."""
         for node, member in list(self._members.items()):
+            is_over = bool(member.link.loss)  # before the messages that arrived until then
             while (message := member.link.next_message()) is not None:
                 self._record(node, message)
-            self._watch_silence(node, member)
+            if is_over or not member.link.loss:
+                self._watch_silence(node, member)
         codes = {result.exit_code for result in self._results.values()}
-        return bool(self._lost or codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)})
+        return bool(codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)}) or self._has_unfinished_loss
 
     def finish_attempt(self, own: PartResult, *, is_abandoned: Callable[[], bool]) -> PartResult:
         """Wait until all parts have ended, and return the result of the attempt.
 
         If this node's part has failed, the others are ended. With `is_abandoned`, they are not waited for.
         """
-        if own.failure is not None or own.exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
-            self._send_all(EndPart(attempt=self._attempt))
         deadline: float | None = None
+        is_failed = own.failure is not None or own.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
         while self._running_nodes() and not is_abandoned():
-            if self.has_failed() and deadline is None:
+            is_failed = self.has_failed() or is_failed
+            if is_failed and deadline is None:
                 self._send_all(EndPart(attempt=self._attempt))
                 deadline = time.monotonic() + _END_SECONDS
             if deadline is not None and time.monotonic() > deadline:
@@ -131,13 +130,19 @@ class NodeGroup:
 
     def replace_lost(self, *, is_stopped: Callable[[], bool]) -> str:
         """Wait for nodes that take the places of lost ones. Return why the run can't go on, or "" if it can."""
-        if not self._lost:
-            return ""
-        came, problem = self._gather(sorted(self._lost), is_stopped)
-        for node, member in came.items():
-            self._members[node], self._hosts[node] = member, member.host
-            self._lost.remove(node)
-        return problem
+        while True:
+            for node, member in list(self._members.items()):  # a second one may be lost during the wait for the first
+                self._watch_silence(node, member)
+            if not self._lost:
+                return ""
+            if not self.settings.restarts:  # another failure came first, and is to be restarted
+                return f"{self._describe(self._lost[0])} is gone, too (nodes.restarts is 0)."
+            came, problem = self._gather(sorted(self._lost), is_stopped)
+            for node, member in came.items():
+                self._members[node], self._hosts[node] = member, member.host
+            self._lost = [node for node in self._lost if node not in came]
+            if problem:
+                return problem
 
     def end(self, code: int, text: str) -> None:
         """End all members with the exit code of the run."""
@@ -173,7 +178,7 @@ class NodeGroup:
             self._lose(node, "its agent has ended, or the connection to it was lost")
         elif seconds > patience:
             self._lose(node, f"nothing for {seconds:.0f} s")
-        elif seconds > min(FIRST_WORD_SECONDS, patience / 2):
+        elif seconds > min(SILENCE_WARNING_SECONDS, patience / 2):
             if node not in self._silent:
                 text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
                 print_line(f"{self._describe(node)}: {text}", sys.stderr)
@@ -183,11 +188,15 @@ class NodeGroup:
             print_line(f"{self._describe(node)} is there again", sys.stderr)
 
     def _lose(self, node: int, reason: str) -> None:
-        """Count a node as lost, which is a failure of the attempt."""
+        """Count a node as lost, which is a failure of the attempt unless the node had ended its part."""
         member = self._members.pop(node)
+        silence_ns = int(member.link.silence_seconds * 1e9)
         member.link.close()
         self._silent.discard(node)
         self._lost.append(node)
+        if node in self._results:
+            return
+        self._has_unfinished_loss = True
         message = f"{self._describe(node)} is gone: {reason}"
         self._results[node] = PartResult(
             exit_code=int(ExitCode.STOPPED),
@@ -197,7 +206,7 @@ class NodeGroup:
                 message=message,
                 screen=message,
                 exit_code=int(ExitCode.STOPPED),
-                monotonic_ns=time.monotonic_ns(),
+                monotonic_ns=time.monotonic_ns() - silence_ns,
                 host=self._hosts[node],
             ),
             progress=AttemptProgress(),

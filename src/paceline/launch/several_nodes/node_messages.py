@@ -23,11 +23,7 @@ class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
     request: dict[str, Any]
 
 
-class StopPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="stop"):
-    """A message from the head: the node asks its ranks to finish their step, save, and stop."""
-
-
-class EndPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="kill"):
+class EndPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="end_part"):
     """A message from the head: the node ends its ranks of this attempt at once."""
 
     attempt: int
@@ -65,7 +61,7 @@ class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
         return Failure(**{**self.failure, "monotonic_ns": monotonic_ns, "host": host})
 
 
-HeadMessage = StartPart | StopPart | EndPart | EndNode
+HeadMessage = StartPart | EndPart | EndNode
 
 
 def part_ended(attempt: int, *, exit_code: int, failure: Failure | None, progress: AttemptProgress) -> PartEnded:
