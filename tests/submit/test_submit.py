@@ -35,7 +35,7 @@ def test_the_script_for_slurm_is_a_script_and_runs_the_same_command_on_each_node
     text = (shop.path / path).read_text()
     assert subprocess.run(["sh", "-n", str(shop.path / path)], check=False).returncode == 0
     assert (
-        "srun --mpi=none --wait=60 paceline train job.py --ranks-per-node 4 --run-dir runs/a --layout fsdp --device cuda --train.steps 9"
+        "srun --mpi=none --wait=60 --kill-on-bad-exit=0 paceline train job.py --ranks-per-node 4 --run-dir runs/a --layout fsdp --device cuda --train.steps 9"
         in text
     )
     for line in (
@@ -93,6 +93,10 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> 
         (("--layout", "auto"), "--layout auto can't be handed in"),
         (("--train.stepz", "3"), "train.stepz"),
         (("--using", "partition"), "--using partition is not NAME=VALUE"),
+        (("--using", "time=2-0"), "--using time=: the script sets this option itself"),
+        (("--hours", "0.01"), "--hours 0.01 is too short"),
+        (("--to", "k8s", "--image", "x", "--using", "memory=200"), "'200' is in bytes; with a unit: 200Gi"),
+        (("--to", "k8s", "--image", "x", "--using", "claim=My_Runs"), "the claim 'My_Runs' must be"),
         (("--to", "k8s", "--image", "x", "--using", "clame=a"), "did you mean 'claim'"),
         (("--to", "k8s", "--image", "x", "--using", "memory=lots"), "limits.memory: 'lots' is no amount"),
         (("--to", "sagemaker", "--image", "x"), "SageMaker needs role, instance, storage, output"),
@@ -104,6 +108,12 @@ def test_what_would_be_refused_is_refused_before_it_is_handed_in(shop: Shop, wor
     done = submit(shop, *words)
     assert done.code == 2 and says in done.err, done.err
     assert not (shop.path / "runs/a/submit").exists()
+
+
+def test_the_help_of_submit_is_there(shop: Shop) -> None:
+    done = shop.run("submit", "--help")
+    assert done.code == 0 and "--ranks-per-node" in done.out and "paceline submit job.py --to slurm" in done.out
+    assert "submit JOB" in shop.run("--help").out
 
 
 def test_the_largest_possible_cost_is_printed(shop: Shop) -> None:

@@ -29,6 +29,7 @@ from paceline.submit.target_options import read_kubernetes_options, read_sagemak
 
 _TARGETS = ("slurm", "k8s", "sagemaker")
 _ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
+_MIN_HOURS = 0.1
 _POD_FOLDER = "/runs"  # where pods mount the volume of the runs
 
 
@@ -87,7 +88,8 @@ def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
         )
     write_submission(file)
     value = {"file": str(file.path), "command": file.command, "name": submission.name, "run": submission.run}
-    lines = [f"wrote {file.path}", *_cost_lines(options)]
+    own_run = [f"run folder on the machines: {submission.run}"] if options.to == "k8s" else []
+    lines = [f"wrote {file.path}", *own_run, *_cost_lines(options)]
     if options.follow:
         for line in lines:
             _report(line)
@@ -107,6 +109,9 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
     if options.to in ("k8s", "sagemaker") and not options.image:
         hint = "--image REGISTRY/NAME:TAG; docs/containers.md builds one"
         problems.append(UsageError(f"--to {options.to} needs a container image.", hint=hint))
+    if options.to == "slurm" and 0 < options.hours < _MIN_HOURS:
+        what = f"--hours {options.hours:g} is too short: Slurm signals the ranks three minutes before the end."
+        problems.append(UsageError(what, hint=f"--hours {_MIN_HOURS:g}"))
     if options.array and options.to != "slurm":
         problems.append(UsageError("--array is for Slurm.", hint="one submit for each training"))
     if options.array and not _ARRAY.fullmatch(options.array):

@@ -4,6 +4,7 @@ Whoever can reach the port of the head can take a seat: the network is trusted, 
 """
 
 import errno
+import os
 import re
 import socket
 import threading
@@ -75,7 +76,8 @@ def listen_as_head(place: NodePlace) -> socket.socket | None:
         if place.node is None and error.errno == errno.EADDRINUSE:
             return None
         raise MachineError(
-            f"node 0 can't listen on port {place.port}: {(error.strerror or str(error)).lower()}.",
+            f"node 0 can't listen on port {place.port}: {os.strerror(error.errno or 0).lower()}.",
+            cause="the same command was started twice, or another program uses the port",
             hint=f"ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
         ) from None
 
@@ -105,7 +107,7 @@ class Reception:
         If `is_stopped()` becomes true, the wait ends.
         """
         start_time = time.monotonic()
-        next_report_seconds = _REPORT_SECONDS
+        next_report_seconds, reported = _REPORT_SECONDS, set[str]()
         with self._changed:
             self._is_complete = False
             self._drop_closed()
@@ -115,8 +117,10 @@ class Reception:
                     break
                 if seconds > next_report_seconds:
                     next_report_seconds += min(next_report_seconds, _MAX_REPORT_SECONDS)
-                    names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
-                    report(f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}")
+                    report(f"{self._describe_arrivals()}; waiting for {wait_seconds - seconds:.0f} s more")
+                for host in [host for host in self._refusals if host not in reported]:
+                    reported.add(host)
+                    report(f"sent away: {self._refusals[host].what} ({self._refusals[host].hint})")
                 self._changed.wait(min(_POLL_SECONDS, wait_seconds))
             self._is_complete = True
             seats = self._number_seats()
@@ -130,9 +134,18 @@ class Reception:
             names = format_nodes(missing) if are_numbered else plural(len(missing), "node")
             here = ", ".join(["the head", *(arrival.hello.host for arrival in seats.values())])
             what = f"{names} did not come within {wait_seconds:.0f} s; here are {here}"
-            hint = f"is the command running there? On it: nc -vz {self.place.head_host} {self.place.port}"
+            check = f"nc -vz {self.place.head_host} {self.place.port}"
+            hint = f"on the others, the same command; whether they reach this one: {check}"
             findings.append(Finding(what=what, hint=hint, refusal_code=_NO_MEETING))
         return seats, findings
+
+    def _describe_arrivals(self) -> str:
+        """Return who is here, and the numbers of those who are not, if the nodes have numbers of their own."""
+        names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
+        numbers = [arrival.hello.node for arrival in self._arrivals]
+        missing = [node for node in range(1, self.place.num_nodes) if node not in numbers]
+        text = f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}"
+        return text if None in numbers else f"{text}; missing: {format_nodes(missing)}"
 
     def vacate(self, node: int) -> None:
         """Free the place of a node that is lost, for another one."""
@@ -238,11 +251,17 @@ def _node_number(arrival: Arrival) -> int:
 
 
 def join_head(
-    place: NodePlace, *, wait_seconds: float, problem: str = "", waits_for_place: bool = False
+    place: NodePlace,
+    *,
+    wait_seconds: float,
+    problem: str = "",
+    waits_for_place: bool = False,
+    report: Callable[[str], None] = lambda _: None,
 ) -> LineChannel:
     """Connect to the head, and introduce this node, or say why it can't take part.
 
-    With `waits_for_place`, a head whose nodes are all there is asked again until `wait_seconds` are over.
+    With `waits_for_place`, a head whose nodes are all there is asked again until `wait_seconds` are over. `report` gets
+    a line if the head can't be reached at first, or has no place.
 
     Raises:
         MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
@@ -250,7 +269,7 @@ def join_head(
     """
     deadline = time.monotonic() + wait_seconds
     while True:
-        channel = _connect(place, deadline=deadline)
+        channel = _connect(place, deadline=deadline, report=report)
         answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
         if isinstance(answer, dict) and answer.get("do") == "welcome":
             return channel
@@ -258,15 +277,22 @@ def join_head(
         is_full = isinstance(answer, dict) and answer.get("is_full") is True
         if not (waits_for_place and is_full) or time.monotonic() > deadline:
             raise _refused_error(place, answer)
+        report("all nodes are here already; waiting in case one of them is lost")
+        report = _report_nothing  # once
         time.sleep(_FULL_RETRY_SECONDS)
 
 
-def _connect(place: NodePlace, *, deadline: float) -> LineChannel:
+def _report_nothing(_: str) -> None:
+    return None
+
+
+def _connect(place: NodePlace, *, deadline: float, report: Callable[[str], None]) -> LineChannel:
     """Return the connection to the head.
 
     Raises:
         MachineError: it can't be reached until `deadline`.
     """
+    report_time = time.monotonic() + _REPORT_SECONDS
     while True:
         try:
             connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
@@ -274,6 +300,10 @@ def _connect(place: NodePlace, *, deadline: float) -> LineChannel:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise _unreachable_head(place, error) from None
+            if time.monotonic() > report_time:
+                report_time = deadline
+                seconds = deadline - time.monotonic()
+                report(f"{_unreachable_head(place, error).what} Trying again for {seconds:.0f} s")
             time.sleep(_RETRY_SECONDS)
 
 

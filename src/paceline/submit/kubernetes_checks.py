@@ -60,6 +60,10 @@ def check_kubernetes_job(spec: Fields, *, at: str) -> list[str]:
     for number, rule in enumerate(rules):
         found += _check_exit_rule(rule, names, at=f"{at}.podFailurePolicy.rules[{number}]")
     volumes = {volume.get("name") for volume in pod.get("volumes", [])}
+    for number, volume in enumerate(pod.get("volumes", [])):
+        claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+        if claim is not None and not _is_label(claim):
+            found.append(f"{at}.template.spec.volumes[{number}]: the claim {claim!r} must be {_LABEL_TEXT}")
     for number, container in enumerate(containers):
         found += _check_container(container, volumes, at=f"{at}.template.spec.containers[{number}]")
     return found
@@ -96,6 +100,8 @@ def _check_amounts(resources: Fields, *, at: str) -> Iterator[str]:
         for name, amount in amounts.items():
             if not _QUANTITY.fullmatch(str(amount)):
                 yield f"{at}.{field}.{name}: {amount!r} is no amount, such as 200Gi"
+            elif name == "memory" and str(amount).isdecimal():
+                yield f"{at}.{field}.{name}: {amount!r} is in bytes; with a unit: {amount}Gi"
     for name, amount in requests.items():
         if name.endswith("/gpu") and str(limits.get(name)) != str(amount):
             limit = limits.get(name)

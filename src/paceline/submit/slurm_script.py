@@ -30,8 +30,8 @@ def slurm_script(submission: Submission, *, options: Mapping[str, str], array: s
         "output": shlex.quote(output),
         "more_options": "".join(f"\n#SBATCH --{name}={shlex.quote(text)}" for name, text in more.items()),
         "folder": shlex.quote(str(Path.cwd())),
-        "environment": _activation(),
-        "container": f" --container-image={shlex.quote(submission.image)}" if submission.image else "",
+        "environment": "" if submission.image else _activation(),
+        "container": _container_options(submission.image),
         "command": _command_line(submission, is_array=bool(array)),
         "max_restarts": str(MAX_RESTARTS),
     }
@@ -47,10 +47,18 @@ def _command_line(submission: Submission, *, is_array: bool) -> str:
     return " ".join('"$SLURM_ARRAY_TASK_ID"'.join(part) for part in parts)
 
 
+def _container_options(image: str) -> str:
+    """Return the options with which the plugin pyxis runs a command in an image, in this folder."""
+    if not image:
+        return ""
+    mounts = '"$PWD:$PWD" --container-workdir="$PWD"'
+    return f" --container-image={shlex.quote(image)} --container-mounts={mounts}"
+
+
 def _activation() -> str:
     """Return the line that activates the virtual environment of this process, if it is in one."""
     activate = Path(sys.prefix) / "bin" / "activate"
     if sys.prefix == sys.base_prefix or not activate.is_file():
         conda = os.environ.get("CONDA_PREFIX")
-        return f"\nexport PATH={shlex.quote(conda)}/bin:$PATH" if conda else ""
-    return f"\nsource {shlex.quote(str(activate))}"
+        return f"\nexport PATH={shlex.quote(conda)}/bin:$PATH\n" if conda else ""
+    return f"\nsource {shlex.quote(str(activate))}\n"

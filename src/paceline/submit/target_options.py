@@ -48,9 +48,19 @@ def read_slurm_options(words: Sequence[str]) -> dict[str, str]:
     """Return the options of sbatch by their names, without the dashes.
 
     Raises:
-        UsageError: a word is not NAME=VALUE.
+        UsageError: a word is not NAME=VALUE, or names an option that the script sets itself.
     """
-    return _split(words)
+    values = _split(words)
+    problems: list[PacelineError] = [
+        UsageError(
+            f"--using {name}=: the script sets this option itself.",
+            hint="the file that submit writes is yours to change",
+        )
+        for name in values
+        if name in _SET_BY_SCRIPT
+    ]
+    raise_all(problems)
+    return values
 
 
 def read_kubernetes_options(words: Sequence[str]) -> KubernetesOptions:
@@ -84,6 +94,10 @@ def read_sagemaker_options(words: Sequence[str]) -> SageMakerOptions:
     return options
 
 
+_SET_BY_SCRIPT = (
+    "nodes", "ntasks", "ntasks_per_node", "time", "signal", "requeue", "open_mode", "output", "array", "job_name",
+    "chdir", "exclusive", "mem", "gpus_per_node",
+)  # fmt: skip
 KUBERNETES_KINDS = ("jobset", "trainjob", "job")
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,8 @@ import psutil
 from paceline.config.task import Task
 from paceline.errors import UsageError
 from paceline.faults import TRAINING_KINDS, Fault, Faults
-from paceline.filesystem.run_lock import is_holder_alive, lock_holder
 from paceline.launch.agent.launcher_death import launcher_pid
-from paceline.launch.inherited_environment import attempt_folder
+from paceline.launch.inherited_environment import AGENT_PID, own_environ
 from paceline.launch.launcher_variables import USES_BACKEND
 from paceline.parallel.module_access.tensor_access import local_elements
 from paceline.run_folder.run_folder import RunFolder
@@ -47,9 +45,9 @@ def command_pid(faults: Sequence[Fault], run: Path) -> int:
     """
     if not any(fault.kind == "kill_node" for fault in faults):
         return 0
-    holder = lock_holder(run)
-    if attempt_folder(os.environ) is not None and is_holder_alive(holder) and holder["host"] == socket.gethostname():
-        return int(holder["pid"])
+    agent = own_environ(os.environ).get(AGENT_PID, "")
+    if agent:
+        return int(agent)
     launcher = launcher_pid(os.environ)
     if launcher is None:
         raise UsageError(

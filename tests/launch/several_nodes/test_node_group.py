@@ -16,7 +16,7 @@ from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
 from paceline.launch.several_nodes.node_group import Member, NodeGroup
-from paceline.launch.several_nodes.node_messages import PartEnded, as_message, part_ended
+from paceline.launch.several_nodes.node_messages import NodeLeft, PartEnded, as_message, part_ended
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -164,6 +164,22 @@ def test_a_silent_node_is_named_and_is_lost_after_the_patience(
     nodes.close()
 
 
+def test_a_node_says_why_it_leaves_and_hears_that_it_was_given_up(tmp_path: Path) -> None:
+    """The healthy one of two nodes is not the one to blame if the other stood still."""
+    nodes = Nodes3(patience=1.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[2].send(as_message(NodeLeft(reason="it has given up node 0, from which nothing came for 5 s")))
+    nodes.channels[2].close()
+    wait_until(nodes.group.has_failed)
+    nodes.say(1, code=1)
+    result = finish(nodes)
+    assert result.failure is not None and "ranks 4-5) is gone: it has given up node 0" in result.failure.message
+    wait_until(lambda: nodes.group.has_failed() and 1 in nodes.group._lost)  # noqa: SLF001  silent, too
+    [last] = [message for message in nodes.heard(1) if message["do"] == "end"]
+    assert last["may_return"] is True and "node 0 has given this node up: nothing came from it" in last["text"]
+    nodes.close()
+
+
 def test_another_node_takes_the_place_of_a_lost_one(nodes: Nodes3, tmp_path: Path) -> None:
     nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
     nodes.channels[1].close()
@@ -179,7 +195,7 @@ def test_another_node_takes_the_place_of_a_lost_one(nodes: Nodes3, tmp_path: Pat
 def test_members_end_with_the_exit_code_of_the_run() -> None:
     nodes = Nodes3()
     nodes.group.end(4, "a difference")
-    assert nodes.heard(2) == [{"do": "end", "node": 2, "exit_code": 4, "text": "a difference"}]
+    assert nodes.heard(2) == [{"do": "end", "node": 2, "exit_code": 4, "text": "a difference", "may_return": False}]
     nodes.close()
 
 

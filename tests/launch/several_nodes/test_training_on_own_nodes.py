@@ -78,7 +78,7 @@ def test_a_node_that_is_killed_ends_all_and_the_run_can_be_started_again(shop: S
     assert [end.code for end in ends] == [75, -9, 75], [end.screen for end in ends]
     for end in (ends[0], ends[2]):
         assert "node 1 (" in end.screen and "rank 1) is gone" in end.screen, end.screen
-    assert "--nodes 3 --ranks-per-node 1" in ends[0].screen
+    assert f"on every node: paceline train job.py --run-dir many --nodes {nodes.option}" in ends[0].screen
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
 
 
@@ -123,7 +123,7 @@ def test_a_stop_signal_to_any_node_saves_and_stops_all(shop: Shop, node: int) ->
     nodes.processes[node].send_signal(signal.SIGTERM)
     ends = nodes.ends()
     assert [end.code for end in ends] == [75, 75], [end.screen for end in ends]
-    assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --ranks-per" in ends[0].screen
+    assert "Stopped and saved. Resume: on every node: paceline train job.py --run-dir many --nodes 2:" in ends[0].screen
     assert "node 1: Stopped and saved." in ends[1].screen
 
 
@@ -182,7 +182,8 @@ def test_a_stop_signal_to_one_command_for_several_nodes_saves(shop: Shop) -> Non
     wait_for_step(shop.path / "many", 5)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and "Stopped and saved" in out + err
+    assert process.returncode == 75, out + err
+    assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --ranks" in out + err
 
 
 def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:
@@ -190,6 +191,41 @@ def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:
     nodes.start(0)
     end = nodes.end(0)
     assert end.code == 3 and "1 node did not come within 1 s; here are the head" in end.screen, end.screen
+
+
+def test_a_node_that_does_not_fit_does_not_end_a_run_that_waits_for_another_one(shop: Shop) -> None:
+    words = ("--checkpoint.every", "1", "--nodes.restarts", "2", "--train.steps", "60", "--train.exact", "true")
+    nodes = nodes_of(shop, "many", *words)
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    wait_for_step(shop.path / "many", 5, rank=1)
+    os.kill(nodes.processes[1].pid, signal.SIGKILL)
+    nodes.processes[1].communicate(timeout=60)
+    nodes.start(1, "--train.max_grad_norm", "3.0")
+    stranger = nodes.end(1)
+    assert stranger.code == 2 and "node 0 refuses: train.max_grad_norm differs" in stranger.screen, stranger.screen
+    nodes.start(1)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert "not admitted, so still waiting: train.max_grad_norm differs" in ends[0].err
+
+
+def test_a_node_that_waits_for_a_lost_head_in_vain_asks_to_be_started_again(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--nodes.restarts", "1", "--nodes.wait", "2", "--train.steps", "500")
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    wait_for_step(shop.path / "many", 3)
+    os.kill(nodes.processes[0].pid, signal.SIGKILL)
+    end = nodes.end(1)
+    assert end.code == 75 and "is gone" in end.screen and "did not come back" in end.screen, end.screen
+    nodes.end(0)
+    why = shop.run("why", "many")
+    assert "node 0 (" in why.out and "is gone: its agent has ended" in why.out, why.out
+
+
+def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--faults", "kill_node rank=1 step=5", "--train.steps", "60")
+    nodes.start_all()
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [75, -9], [end.screen for end in ends]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ EXAMPLES = {
     "report": "paceline report runs/job/NAME",
     "why": "paceline why runs/job/NAME",
     "doctor": "paceline doctor job.py --nodes 3:host1 --run-dir /shared/runs",
+    "submit": "paceline submit job.py --to slurm --nodes 2 --ranks-per-node 8 --hours 12 --run-dir runs/first",
     "ckpt": "paceline ckpt ls runs/job/NAME",
     "config": "paceline config job.py --train.precision bf16",
 }
@@ -36,7 +37,7 @@ SETTINGS = {  # the most used settings: the placeholder of the value, and a desc
     "job.NAME": ("VALUE", "a parameter of make_job, such as --job.lr 1e-3"),
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "where": ("ranks", "layout", "layouts", "device", "cluster", "run_dir"),
+    "where": ("ranks", "nodes", "node", "ranks_per_node", "layout", "layouts", "device", "cluster", "run_dir"),
     "what": (),  # every option that no other group lists
     "check": ("dry_run", "faults"),
     "output": ("page", "to", "verbose", "json"),

@@ -15,6 +15,8 @@ from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import active_stop_signals, die_with_parent, is_main_thread
 
+PLAYED_NODES = "PACELINE_PLAYED_NODES"
+"""The variable that says to the command of a node that another command has started it with all others."""
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
 
@@ -44,17 +46,23 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
     words = [*_as_words(options), *settings, "--nodes", f"{num_nodes}:{_LOOPBACK}:{_free_port()}"]
     command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
     processes: list[subprocess.Popen[bytes]] = []
+    environ = {**os.environ, PLAYED_NODES: str(num_nodes)}
     end_with_this = partial(die_with_parent, os.getpid())
     with _forwarded_signals(processes):
         try:
             for node in range(num_nodes):
                 output = None if node == 0 else sys.stderr.fileno()  # standard output is for the result
                 process = subprocess.Popen(
-                    [*command, "--node", str(node)], stdout=output, start_new_session=True, preexec_fn=end_with_this
+                    [*command, "--node", str(node)],
+                    stdout=output,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=end_with_this,
                 )
                 processes.append(process)
             codes = [process.wait() for process in processes]
-            return codes[0]
+            code = codes[0]
+            return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):

@@ -7,6 +7,7 @@ The command of node 0, the head, waits for the others, compares the nodes, and t
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -56,7 +57,7 @@ def training_place(options: TrainOptions) -> NodePlace | None:
 
 def tell_head(place: NodePlace, error: PacelineError) -> None:
     """Tell the other nodes that this one can't take part, so that they do not wait for it."""
-    text = list_problems(error)[0].what
+    text = _describe(error)
     try:
         listener = listen_as_head(place)
         if listener is None:
@@ -99,16 +100,24 @@ class NodeStart:
             MachineError: the head can't be reached, refuses this node, or ended before the start.
         """
         place, num_restarts = self._place, 0
+        end = self._take_part(place, self._join(place))
         while True:
-            end = self._run_once(place)
             if not end.is_head_lost or num_restarts >= self.settings.restarts:
                 return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
             place, num_restarts = replace(place, node=end.node), num_restarts + 1
             print_line(f"{end.text}; waiting for it (restart {num_restarts} of {self.settings.restarts})", sys.stderr)
+            try:
+                channel = self._join(place)
+            except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
+                return int(ExitCode.STOPPED), f"{end.text}, and did not come back: {error.what}"
+            end = self._take_part(place, channel)
 
-    def _run_once(self, place: NodePlace) -> MemberEnd:
+    def _join(self, place: NodePlace) -> LineChannel:
+        waits_for_place = self.settings.restarts > 0
+        return join_head(place, wait_seconds=self.settings.wait, waits_for_place=waits_for_place, report=_report)
+
+    def _take_part(self, place: NodePlace, channel: LineChannel) -> MemberEnd:
         """Take part until the head ends this node, or is lost."""
-        channel = join_head(place, wait_seconds=self.settings.wait, waits_for_place=self.settings.restarts > 0)
         try:
             message = answer_head(channel, place, read_facts=self._read_facts, run_folder=self._run_folder)
             node = message["node"]
@@ -137,7 +146,7 @@ class NodeStart:
         reception = Reception(self._listener, self._place)
         try:
             own_facts = self._read_facts()
-            members = self._admit(reception, own_facts)
+            members = self._admit(reception, own_facts, wait_seconds=self.settings.wait)
             group = NodeGroup(
                 members,
                 own_host=own_facts.host,
@@ -149,7 +158,7 @@ class NodeStart:
             try:
                 yield group
             except PacelineError as error:
-                group.end(int(error.exit_code), f"node 0: {list_problems(error)[0].what}")
+                group.end(int(error.exit_code), f"node 0: {_describe(error)}")
                 raise
             finally:
                 group.end(int(ExitCode.FAILED), "node 0 has ended")  # unless it has ended them already
@@ -162,16 +171,22 @@ class NodeStart:
         """Return the nodes that take the places of lost ones and, if there are too few of them, why."""
         for node in lost:
             reception.vacate(node)
-        try:
-            return self._admit(reception, facts, is_stopped=is_stopped), ""
-        except PacelineError as error:
-            return {}, error.what
+        deadline = time.monotonic() + self.settings.wait
+        while True:
+            seconds = max(0.0, deadline - time.monotonic())
+            try:
+                return self._admit(reception, facts, wait_seconds=seconds, is_stopped=is_stopped), ""
+            except PacelineError as error:
+                if time.monotonic() >= deadline or is_stopped():
+                    return {}, _describe(error)
+                _report(f"not admitted, so still waiting: {_describe(error)}")
 
     def _admit(
         self,
         reception: Reception,
         facts: MachineFacts,
         *,
+        wait_seconds: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> dict[int, Member]:
         """Wait for nodes, examine those that are new, and return them as members of the run.
@@ -179,7 +194,7 @@ class NodeStart:
         Raises:
             MachineError, UsageError: a node did not come, or the nodes can't train together. Those nodes are ended.
         """
-        seats, findings = reception.wait(wait_seconds=self.settings.wait, report=_report, is_stopped=is_stopped)
+        seats, findings = reception.wait(wait_seconds=wait_seconds, report=_report, is_stopped=is_stopped)
         new = {node: seat for node, seat in seats.items() if self._channels.get(node) is not seat.channel}
         examination = examine_seats(
             new, facts, findings=findings, run_folder=self._run_folder, num_nodes=self._place.num_nodes
@@ -188,7 +203,12 @@ class NodeStart:
         if refusals:
             error = _refusal_error(refusals)
             for node, arrival in new.items():
-                end_member(arrival.channel, node=node, exit_code=int(error.exit_code), text=f"node 0: {error.what}")
+                end_member(
+                    arrival.channel,
+                    node=node,
+                    exit_code=int(error.exit_code),
+                    text=f"node 0 refuses: {_describe(error)}",
+                )
                 reception.vacate(node)
             raise error
         for finding in examination.findings:
@@ -239,6 +259,12 @@ def _refusal_error(refusals: Sequence[Finding]) -> PacelineError:
 def _read_settings(task: Task) -> Nodes:
     values = {name: value for name, value in task.settings.items() if not name.startswith("job.")}
     return merge(RequestedSettings(values=values)).nodes
+
+
+def _describe(error: PacelineError) -> str:
+    """Return an error, or several at once, on one line."""
+    problems = list_problems(error)
+    return "; ".join(problem.what + (f" To do: {problem.hint}" if problem.hint else "") for problem in problems)
 
 
 def _report(line: str) -> None:

@@ -1,10 +1,12 @@
 """The command that resumes a run: its job, run folder, ranks, device, layout, update rule, compression and settings."""
 
+import os
 import shlex
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
 from paceline.commands.common.devices import choose_device
+from paceline.commands.common.local_nodes import PLAYED_NODES
 from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
@@ -21,7 +23,7 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     command = ["paceline", "train", task.job, "--run-dir", task.run]
-    is_local = task.nodes.partition(":")[2].startswith("127.")  # then one command can start all nodes
+    is_local = PLAYED_NODES in os.environ  # one command has started all nodes
     if task.nodes:
         num_nodes = task.nodes.partition(":")[0]
         command += ["--nodes", num_nodes if is_local else task.nodes]

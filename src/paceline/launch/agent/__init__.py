@@ -20,7 +20,8 @@ Start with `supervisor.py`.
   how the run ends.
 - `shared_status.py`: The memory that a rank shares with its supervisor: heartbeats, the failure text, the exit code and
   a request to stop.
-- `signals.py`: Signal handling in a worker: the first signal asks for a clean stop, a second ends the process at once.
+- `signals.py`: Signal handling in a worker: the first signal asks for a clean stop, and a second one may end the
+  process.
 - `socket_paths.py`: The choice of the folder for multiprocessing's sockets: the path of a socket has at most 107
   characters.
 - `stop_requests.py`: The stop signals that the command receives, from its first attempt to its last.

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config.secret_settings import holds_secret
 from paceline.filesystem.atomic_files import report_write_errors, write_json
+from paceline.launch.inherited_environment import AGENT_PID
 from paceline.nodes.network_interfaces import interface_name, list_interfaces
 from paceline.run_folder.run_folder import RunFolder
 
@@ -43,7 +44,7 @@ class AttemptPart:
             "local_ranks": len(self.ranks),
             "address": self.address,
             "port": self.port,
-            "variables": self._variables(),
+            "variables": {**self._variables(), AGENT_PID: str(os.getpid())},
         }
         with report_write_errors(run.path):
             folder.mkdir(parents=True, exist_ok=self.node > 0)

@@ -4,7 +4,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,11 @@ import msgspec
 from paceline.config.settings import Nodes
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError
+from paceline.filesystem.atomic_files import write_json
 from paceline.launch.agent.forkserver_client import ForkserverClient
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
-from paceline.launch.failures.failure_record import Failure, failure_from_exception
+from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE, Failure, failure_from_exception
 from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
@@ -24,6 +26,7 @@ from paceline.launch.several_nodes.node_messages import (
     EndNode,
     EndPart,
     HeadMessage,
+    NodeLeft,
     StartPart,
     as_message,
     part_ended,
@@ -92,6 +95,7 @@ class MemberAgent:
         if count and is_overdue and self._end is None:
             code = ExitCode.STOPPED if count == 1 else ExitCode.INTERRUPTED
             self._end = MemberEnd(node=self._node, exit_code=int(code), text="stopped between two attempts")
+            self._link.send(as_message(NodeLeft(reason="it was asked to stop")))
 
     def _next_message(self) -> HeadMessage | None:
         """Return the next message; the one that ends this node is kept, too. What is no message is left out."""
@@ -101,7 +105,12 @@ class MemberAgent:
             except msgspec.ValidationError:
                 continue
             if isinstance(message, EndNode):
-                self._end = MemberEnd(node=self._node, exit_code=message.exit_code, text=message.text)
+                self._end = MemberEnd(
+                    node=self._node,
+                    exit_code=message.exit_code,
+                    text=message.text,
+                    is_head_lost=message.may_return and not self._stop_requests.count,
+                )
             return message
         return None
 
@@ -113,6 +122,8 @@ class MemberAgent:
             reason = "its agent has ended, or the connection to it was lost"
         elif seconds > patience:
             reason = f"nothing for {seconds:.0f} s"
+            farewell = f"it has given up node 0, from which nothing came for {seconds:.0f} s"
+            self._link.send(as_message(NodeLeft(reason=farewell)))
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"
             self._end = MemberEnd(node=self._node, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=True)
@@ -154,7 +165,7 @@ class MemberAgent:
             stop_requests=self._stop_requests,
             sees_all_ranks=False,
         )
-        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt))
+        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt, path.parent))
         return code, failure, read_progress(path.parent, ranks)
 
     def _own_address(self) -> str:
@@ -162,7 +173,18 @@ class MemberAgent:
         interface = self._settings.interface
         return interface_address(interface) if interface else self._link.own_address
 
-    def _head_watch(self, supervisor: Supervisor, attempt: int) -> Callable[[], None]:
+    def _record_lost_head(self, folder: Path) -> None:
+        """Write for `paceline why` that the head is gone, because the head itself can't."""
+        path = folder / FIRST_FAILURE
+        if self._end is None or not self._end.is_head_lost or path.exists():
+            return
+        failure = Failure(
+            rank=0, kind=LOST_NODE, message=self._end.text, screen=self._end.text, exit_code=int(ExitCode.STOPPED)
+        )
+        with suppress(OSError):
+            write_json(path, asdict(failure))
+
+    def _head_watch(self, supervisor: Supervisor, attempt: int, folder: Path) -> Callable[[], None]:
         """Return the function that carries out, during an attempt, what the head asks for."""
 
         def watch() -> None:
@@ -174,5 +196,6 @@ class MemberAgent:
                 self._watch_head()
             if self._end is not None:
                 supervisor.end_attempt()
+                self._record_lost_head(folder)
 
         return watch

@@ -19,7 +19,7 @@ from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
-from paceline.launch.several_nodes.node_messages import EndNode, EndPart, PartEnded, StartPart, as_message
+from paceline.launch.several_nodes.node_messages import EndNode, EndPart, NodeLeft, PartEnded, StartPart, as_message
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
 
@@ -64,6 +64,7 @@ class NodeGroup:
         self._results: dict[int, PartResult] = {}  # of the current attempt
         self._lost: list[int] = []
         self._has_unfinished_loss = False  # whether a node was lost before it ended its part of this attempt
+        self._farewells: dict[int, str] = {}  # why nodes left, by their own words
         self._silent: set[int] = set()  # nodes of whose silence the screen says something
 
     @property
@@ -164,10 +165,12 @@ class NodeGroup:
             member.link.send(as_message(message))
 
     def _record(self, node: int, message: Any) -> None:
-        """Record the end of a member's part. Ends of earlier attempts are left out."""
+        """Record the end of a member's part, or why it leaves. Ends of earlier attempts are left out."""
         with suppress(msgspec.ValidationError, TypeError):
-            ended = msgspec.convert(message, PartEnded)
-            if ended.attempt == self._attempt:
+            ended = msgspec.convert(message, PartEnded | NodeLeft)
+            if isinstance(ended, NodeLeft):
+                self._farewells[node] = ended.reason
+            elif ended.attempt == self._attempt:
                 failure = ended.read_failure(host=self._hosts[node])
                 self._results[node] = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
 
@@ -175,8 +178,11 @@ class NodeGroup:
         """Say that a node is silent, or count it as lost."""
         seconds, patience = member.link.silence_seconds, self.settings.patience
         if member.link.loss:
-            self._lose(node, "its agent has ended, or the connection to it was lost")
+            self._lose(node, self._farewells.pop(node, "its agent has ended, or the connection to it was lost"))
         elif seconds > patience:
+            text = f"node 0 has given this node up: nothing came from it for {seconds:.0f} s"
+            end = EndNode(node=node, exit_code=int(ExitCode.STOPPED), text=text, may_return=True)
+            member.link.send(as_message(end))
             self._lose(node, f"nothing for {seconds:.0f} s")
         elif seconds > min(SILENCE_WARNING_SECONDS, patience / 2):
             if node not in self._silent:

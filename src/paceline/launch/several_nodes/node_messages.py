@@ -35,6 +35,14 @@ class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="en
     node: int | None
     exit_code: int
     text: str
+    may_return: bool = False
+    """Whether the head has only given this node up, so that it may come again."""
+
+
+class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="left"):
+    """A message from a member: it ends, and why."""
+
+    reason: str
 
 
 class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ended"):

@@ -2,17 +2,16 @@
 # Trains $job on $num_nodes nodes with $ranks_per_node processes each. Hand it in with: sbatch $path
 #SBATCH --job-name=$name
 #SBATCH --nodes=$num_nodes --ntasks-per-node=1$gpu_option
-#SBATCH --exclusive
+#SBATCH --exclusive --mem=0
+#SBATCH --chdir=$folder
 #SBATCH --time=$time_limit
 # Three minutes before the time limit, all ranks save and stop. The job then ends with 75, and is started again below.
 #SBATCH --signal=USR1@180
 #SBATCH --requeue --open-mode=append
 #SBATCH --output=$output$more_options
-
-cd $folder$environment
-
-# --wait gives the other nodes time to save. --kill-on-bad-exit would end them, and the exit code would not be 75.
-srun --mpi=none --wait=60$container $command
+$environment
+# --wait gives the other nodes time to save. --kill-on-bad-exit=1 would end them, and the exit code would not be 75.
+srun --mpi=none --wait=60 --kill-on-bad-exit=0$container $command
 code=$$?
 
 if [ $$code = 75 ] && [ $${SLURM_RESTART_COUNT:-0} -lt $max_restarts ]; then
