@@ -46,8 +46,9 @@ def make_job() -> pl.Job:
         time.sleep(0.03)
         return (output - batch[1]).square().sum(), len(output)
     model = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    return pl.Job(model=model, loss=loss, train_data=data, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
-                  global_batch_size=24, micro_batch_size=4)
+    def optimizer(named):
+        return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
+    return pl.Job(model=model, loss=loss, train_data=data, optimizer=optimizer, global_batch_size=24, micro_batch_size=4)
 """
 
 

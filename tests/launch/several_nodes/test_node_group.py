@@ -174,7 +174,7 @@ def test_a_node_says_why_it_leaves_and_hears_that_it_was_given_up(tmp_path: Path
     nodes.say(1, code=1)
     result = finish(nodes)
     assert result.failure is not None and "ranks 4-5) is gone: it has given up node 0" in result.failure.message
-    wait_until(lambda: nodes.group.has_failed() and 1 in nodes.group._lost)  # noqa: SLF001  silent, too
+    wait_until(lambda: nodes.group.has_failed() and 1 in nodes.group._lost)
     [last] = [message for message in nodes.heard(1) if message["do"] == "end"]
     assert last["may_return"] is True and "node 0 has given this node up: nothing came from it" in last["text"]
     nodes.close()
