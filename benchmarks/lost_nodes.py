@@ -48,7 +48,8 @@ def make_job() -> pl.Job:
     model = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     def optimizer(named):
         return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
-    return pl.Job(model=model, loss=loss, train_data=data, optimizer=optimizer, global_batch_size=24, micro_batch_size=4)
+    sizes = {"global_batch_size": 24, "micro_batch_size": 4}
+    return pl.Job(model=model, loss=loss, train_data=data, optimizer=optimizer, **sizes)
 """
 
 
