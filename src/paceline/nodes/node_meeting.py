@@ -109,8 +109,9 @@ class Reception:
         start_time = time.monotonic()
         next_report_seconds, reported = _REPORT_SECONDS, set[str]()
         with self._changed:
+            if self._is_complete:  # a run goes on, and more than the known nodes may be lost
+                self._drop_closed()
             self._is_complete = False
-            self._drop_closed()
             while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems and not is_stopped():
                 seconds = time.monotonic() - start_time
                 if seconds > wait_seconds:

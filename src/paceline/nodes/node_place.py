@@ -55,7 +55,8 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         raise UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint="--nodes 2:host1")
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     if num_nodes < 1 or not 0 < port <= _MAX_PORT:
-        raise UsageError(f"--nodes {nodes}: there must be at least one node, and the port is 1 to {_MAX_PORT}.")
+        what = f"--nodes {nodes}: there must be at least one node, and the port is 1 to {_MAX_PORT}."
+        raise UsageError(what, hint=f"--nodes 2:{match['host']}")
     number = _own_number(environ) if node is None else node
     if number is not None and not 0 <= number < num_nodes:
         raise UsageError(

@@ -9,10 +9,11 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind, UpdateRule, find_rule
+from paceline.config.update_rule import UpdateRule, find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
+from paceline.planner.layout.update_rule_checks import rule_planning
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
@@ -91,7 +92,7 @@ def refuse_on_nodes(
         problems.append(UsageError("survive.min_ranks needs one machine.", hint=hint))
     if layout is not None and layout.kind is LayoutKind.THREADS:
         problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
-    if update.servers or update.kind is UpdateKind.HOGWILD:
+    if not rule_planning(update).can_use_several_nodes:
         text = f"--update {update} can't be started on several nodes yet."
         problems.append(UsageError(text, hint="--update local,every=8, whose sites may be nodes"))
     return problems

@@ -26,6 +26,8 @@ class HogwildPlanning(RulePlanning):
         }
     )
 
+    can_use_several_nodes = False
+
     @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return the errors of a layout in which a Hogwild worker would not have the whole model."""

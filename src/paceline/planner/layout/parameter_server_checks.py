@@ -34,6 +34,8 @@ class ParameterServerPlanning(RulePlanning):
         }
     )
 
+    can_use_several_nodes = False
+
     @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that are not servers; if it is 0, add an error to `problems` and return 1."""

@@ -22,6 +22,8 @@ class RulePlanning:
     """The reason for each setting that the rule does not support; `update_rule_checks` lists the keys."""
     flushes_pipeline: ClassVar[bool] = True
     """True if a pipeline is empty after each batch, so that its schedule has a bubble."""
+    can_use_several_nodes: ClassVar[bool] = True
+    """False if Paceline can't start the ranks of this rule on several machines."""
 
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that compute gradients; if there would be none, add an error to `problems`."""
