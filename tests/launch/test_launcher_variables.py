@@ -230,3 +230,18 @@ def test_across_machines_gloo_listens_where_others_reach_it(
     environ: dict[str, str] = {}
     meet.adopt_launcher_variables(joined, environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == found
+
+
+def test_a_step_over_several_nodes_says_where_its_ranks_meet() -> None:
+    """A step may have fewer tasks and other nodes than its job; the first task is on the step's first node."""
+    step = {
+        **SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[2-3]", "SLURM_NODEID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "gpu[1-3]",
+    }  # fmt: skip
+    world = detect_world(step)
+    assert world is not None and (world.rank, world.world_size, world.local_world_size) == (2, 3, 1)
+    assert world.address == "gpu2" and world.port is not None and 20000 <= world.port < 29000
+    other = detect_world({**step, "SLURM_STEP_ID": "1"})
+    assert other is not None and other.port != world.port
+    given = detect_world({**step, "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert given is not None and (given.address, given.port) == ("head", 1234)

@@ -52,7 +52,9 @@ def same_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
+def attempt(
+    folder: Path, text: str, *, ranks: int = 2, saves: bool = True, sees_all_ranks: bool = True
+) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
     forkserver = ForkserverClient(environ=os.environ, command=[sys.executable, "-c", FORKSERVER + text])
     stop_requests = StopRequests()
@@ -62,6 +64,7 @@ def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> t
         ranks=range(ranks),
         stop_requests=stop_requests,
         saves_checkpoints=saves,
+        sees_all_ranks=sees_all_ranks,
     )
     try:
         with stop_requests.listening():
@@ -186,3 +189,24 @@ def test_what_a_process_catches_is_the_kernel_s_word() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     assert not has_signal_handler(os.getpid(), signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("sees_all_ranks", [True, False])
+def test_that_all_ranks_of_one_of_several_nodes_timed_out_does_not_say_that_all_ranks_did(
+    tmp_path: Path, sees_all_ranks: bool
+) -> None:
+    """The rank for which they waited may be on another node."""
+    told = """
+import json
+from pathlib import Path
+def body(rank):
+    record = {"rank": rank, "kind": "RuntimeError", "message": "gloo: Timed out waiting 1000ms for recv", "monotonic_ns": 1}
+    (Path(sys.argv[1]).parent / f"failure-{rank}.json").write_text(json.dumps(record))
+    os._exit(1)
+pids = [start(rank, lambda rank=rank: body(rank)) for rank in range(2)]
+for rank, pid in enumerate(pids):
+    end(pid, rank)
+"""
+    code, failure = attempt(tmp_path, told, sees_all_ranks=sees_all_ranks)
+    assert code == 1 and failure is not None
+    assert (failure.kind in ("connection", "apart")) is sees_all_ranks, failure

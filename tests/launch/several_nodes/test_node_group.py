@@ -230,7 +230,14 @@ def test_a_member_that_does_not_end_its_ranks_is_given_up(
     nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
     nodes.say(2, code=1)
     own = Failure(rank=0, kind="ValueError", message="x", monotonic_ns=1)
-    result = finish(nodes, PartResult(exit_code=1, failure=own, progress=AttemptProgress()))
+    deadline = time.monotonic() + 20
+
+    def is_over() -> bool:
+        nodes.channels[1].send({"do": "beat"})
+        return time.monotonic() > deadline
+
+    part = PartResult(exit_code=1, failure=own, progress=AttemptProgress())
+    result = nodes.group.finish_attempt(part, is_abandoned=is_over)
     assert result.exit_code == 1 and result.failure is not None and result.failure.kind == "ValueError"
     object.__setattr__(nodes.group, "settings", Nodes(restarts=0))
     assert "node 1 (host1, ranks 2-3) is gone, too" in nodes.group.replace_lost(is_stopped=lambda: False)

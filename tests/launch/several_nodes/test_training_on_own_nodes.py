@@ -177,10 +177,15 @@ def test_one_command_plays_several_nodes_on_this_machine(shop: Shop) -> None:
     assert refused.code == 2 and "tp=3 needs 3 ranks" in refused.err
 
 
-def test_a_stop_signal_to_one_command_for_several_nodes_saves(shop: Shop) -> None:
+@pytest.mark.parametrize("is_for_group", [False, True])
+def test_a_stop_signal_to_one_command_for_several_nodes_saves(shop: Shop, is_for_group: bool) -> None:
+    """`timeout` and systemd signal the whole process group, which must not count twice."""
     process = shop.start("train", "job.py", "--nodes", "2", "--run-dir", "many", "--train.steps", "500")
     wait_for_step(shop.path / "many", 5)
-    process.send_signal(signal.SIGTERM)
+    if is_for_group:
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err
     assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --ranks" in out + err
