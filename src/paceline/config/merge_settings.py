@@ -97,6 +97,11 @@ def read_requested_settings(*, file: Path | None, overrides: Sequence[str]) -> R
     return RequestedSettings(values=values, origins=origins)
 
 
+def merge_without_job(values: Mapping[str, Any]) -> Settings:
+    """Return the settings of a command before its job is loaded: the parameters of the job are left out."""
+    return merge(RequestedSettings(values={name: text for name, text in values.items() if not name.startswith("job.")}))
+
+
 def merge(requested: RequestedSettings) -> Settings:
     """Return the typed settings: defaults, overridden by the requested values.
 

@@ -8,7 +8,7 @@ from paceline.commands.common.execution import collect_problems
 from paceline.commands.common.layout_problems import fewer_rank_counts
 from paceline.commands.common.start_folder import refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
-from paceline.config.merge_settings import RequestedSettings, merge
+from paceline.config.merge_settings import merge_without_job
 from paceline.config.parse_auto_layout import is_auto
 from paceline.config.settings import Settings
 from paceline.config.task import Task
@@ -65,7 +65,7 @@ def check_folder(path: Path) -> None:
 
 
 def _settings(task: Task) -> Settings:
-    return merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    return merge_without_job(task.settings)
 
 
 def _check_sinks(task: Task) -> None:

@@ -31,7 +31,7 @@ from paceline.commands.common.resume_command import build_resume_command, build_
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
-from paceline.config.merge_settings import RequestedSettings, merge, read_requested_settings
+from paceline.config.merge_settings import RequestedSettings, merge, merge_without_job, read_requested_settings
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
@@ -225,7 +225,7 @@ def execute(
         adopt_launcher_variables(joined, os.environ)
         with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output is only for the result
             return _execute_joined(task, entry, joined, one_thread, is_folder_named=bool(common.run_dir))
-    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    settings = merge_without_job(task.settings)
     exact = settings.train.exact or one_thread
     tails: list[LogTail] = []
     num_processes = parse_layout(task.layout).processes(ranks=task.ranks)
@@ -311,7 +311,7 @@ def _execute_joined(
     task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_folder_named: bool
 ) -> CommandOutcome:
     """Run `entry` in this process, which is a rank that another launcher started."""
-    settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    settings = merge_without_job(task.settings)
     exact = settings.train.exact or one_thread
     if exact and not choose_exact_kernels() and settings.train.exact:
         raise torch_imported_error(

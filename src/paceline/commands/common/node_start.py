@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.commands.command_table import TrainOptions
-from paceline.config.merge_settings import RequestedSettings, as_command_text, merge
+from paceline.config.merge_settings import as_command_text, merge_without_job
 from paceline.config.secret_settings import mask_value
-from paceline.config.settings import Nodes
 from paceline.config.task import Task
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError, PacelineError, Problems, UsageError, list_problems
@@ -76,7 +75,7 @@ class NodeStart:
     def __init__(self, place: NodePlace, task: Task) -> None:
         self._place = place
         self._task = task
-        self.settings = _read_settings(task)
+        self.settings = merge_without_job(task.settings).nodes
         self._ranks_per_node = task.ranks // place.num_nodes
         self._run_folder = Path(task.run) if task.run else ROOT
         self._listener: socket.socket | None = None
@@ -254,11 +253,6 @@ def _refusal_error(refusals: Sequence[Finding]) -> PacelineError:
     kind = UsageError if all(finding.refusal_code == ExitCode.REFUSED for finding in refusals) else MachineError
     errors = [kind(f"{finding.what}.", hint=finding.hint) for finding in refusals]
     return errors[0] if len(errors) == 1 else Problems(errors)
-
-
-def _read_settings(task: Task) -> Nodes:
-    values = {name: value for name, value in task.settings.items() if not name.startswith("job.")}
-    return merge(RequestedSettings(values=values)).nodes
 
 
 def _describe(error: PacelineError) -> str:
