@@ -8,11 +8,17 @@ Needs root: each of three nodes is a network namespace of this machine, with its
 the node is typed again. A cut makes the network of a node silent for longer than `nodes.patience` (5 s here), and then
 mends it; the node comes back by itself. Node 0 is killed and cut, too. The table has the seconds from each fault to the
 next new step, the digest beside that of a run of as many ranks on one machine, and what was left running on the nodes.
+
+    python benchmarks/lost_nodes.py --resizes 3                  # nodes come and go, three times from 2 to 3 to 2
+
+Here node 2 starts while the others train, and is asked to stop later. The table has the seconds from the command, or
+from the signal, to the next new step on the other number of nodes, and the steps that were trained more than once.
 """
 
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,13 +31,14 @@ from paceline.launch.agent.shared_status import read_heartbeat
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.nodes.network_nodes import NetworkNodes, network_nodes
 
-LAYOUTS = {"ddp": 1, "fsdp": 1, "pp=2,dp=3": 2}  # and the ranks of each node
+LAYOUTS = {"ddp": 1, "fsdp": 1, "pp=2,dp=3": 2, "pp=2,dp_shard=-1": 2}  # and the ranks of each node
+DISTURBED, RESIZED = ["ddp", "fsdp", "pp=2,dp=3"], ["ddp", "fsdp", "pp=2,dp_shard=-1"]
 NUM_NODES, STEPS, PORT = 3, 400, 29811
 PATIENCE = 5.0
 WAIT_SECONDS = 120.0
 SETTINGS = [
     "--train.exact", "true", "--checkpoint.every", "5", "--nodes.restarts", "20", "--nodes.patience", str(PATIENCE),
-    "--train.steps", str(STEPS), "--watch.to", "jsonl",
+    "--train.steps", str(STEPS), "--watch.to", "jsonl", "--log.every", "1", "--nodes.last_call", "2",
 ]  # fmt: skip
 JOB = """
 import time
@@ -60,20 +67,24 @@ class Disturbed:
     nodes: NetworkNodes
     run: Path
     words: list[str]
+    counts: str = str(NUM_NODES)
     commands: "dict[int, subprocess.Popen[str]]" = field(default_factory=dict)
 
     def start(self, node: int) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "paceline", "train", "job.py", "--run-dir", str(self.run)]
-        command += ["--nodes", f"{NUM_NODES}:node0:{PORT}", "--node", str(node), *self.words, *SETTINGS]
+        command += ["--nodes", f"{self.counts}:node0:{PORT}", "--node", str(node), *self.words, *SETTINGS]
         log = (self.run.parent / f"{self.run.name}-node-{node}.log").open("a")
         environ = {"CUDA_VISIBLE_DEVICES": ""}
         self.commands[node] = self.nodes.start(node, command, environ=environ, output=log.fileno())
         log.close()
 
+    def num_attempts(self) -> int:
+        return len(list((self.run / "logs").glob("attempt-*")))
+
     def last_step(self) -> int:
         """Return the last step that rank 0 has finished in the newest attempt; 0 before the first."""
-        attempts = sorted((self.run / "logs").glob("attempt-*"), key=lambda path: int(path.name[8:]))
-        beat = read_heartbeat(attempts[-1] / "pulse-0") if attempts else None
+        folder = self.run / "logs" / f"attempt-{self.num_attempts()}"
+        beat = read_heartbeat(folder / "pulse-0") if folder.is_dir() else None
         return beat.step if beat is not None and beat.is_sent else 0
 
     def wait_for_step(self, step: int) -> None:
@@ -97,18 +108,19 @@ class Disturbed:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", default=None)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--cuts", type=int, default=3)
+    parser.add_argument("--resizes", type=int, default=0, help="how many times a node comes and goes")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     print(f"{'layout':<12} {'fault':<12} {'seconds':>8}", flush=True)
     is_good = True
-    for layout in options.layouts:
+    for layout in options.layouts or (RESIZED if options.resizes else DISTURBED):
         folder = Path(tempfile.mkdtemp(prefix="lost-nodes-"))
         (folder / "job.py").write_text(JOB)
         with network_nodes(NUM_NODES, folder) as nodes:
-            is_good &= disturb(nodes, layout, options)
+            is_good &= resize(nodes, layout, options.resizes) if options.resizes else disturb(nodes, layout, options)
     return 0 if is_good else 1
 
 
@@ -131,16 +143,48 @@ def disturb(nodes: NetworkNodes, layout: str, options: argparse.Namespace) -> bo
         run.wait_for_step(before + 1)
         print(f"{layout:<12} {fault + f' node {node}':<12} {time.monotonic() - start_time:>8.1f}", flush=True)
     codes = [command.wait(timeout=WAIT_SECONDS) for command in run.commands.values()]
+    return not any(codes) and is_as_alone(nodes, layout, ranks=NUM_NODES * LAYOUTS[layout], codes=codes)
+
+
+def resize(nodes: NetworkNodes, layout: str, times: int) -> bool:
+    """Train on two nodes, then on three, and so on; return whether the run ended as one on two nodes."""
+    run = Disturbed(nodes, nodes.folder / "run", ["--layout", layout, "--ranks-per-node", str(LAYOUTS[layout])], "2:3")
+    for node in range(2):
+        run.start(node)
+    run.wait_for_step(10)
+    for _ in range(times):
+        for change in ("2 to 3 nodes", "3 to 2 nodes"):
+            time.sleep(0.5)
+            attempt, start_time = run.num_attempts(), time.monotonic()
+            if change.startswith("2"):
+                run.start(2)
+            else:
+                run.commands[2].send_signal(signal.SIGTERM)
+            while run.num_attempts() == attempt:
+                time.sleep(0.02)
+            run.wait_for_step(run.last_step() + 1)
+            run.wait_for_step(run.last_step() + 1)
+            print(f"{layout:<12} {change:<12} {time.monotonic() - start_time:>8.1f}", flush=True)
+        run.commands[2].wait(timeout=WAIT_SECONDS)
+    codes = [command.wait(timeout=WAIT_SECONDS) for command in run.commands.values()]
+    lines = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["event"] == "StepDone"]
+    is_once = steps == list(range(1, STEPS + 1))
+    print(f"{layout:<12} {len(steps) - len(set(steps))} steps trained again, {len(set(steps))} of {STEPS} trained")
+    return is_as_alone(nodes, layout, ranks=2 * LAYOUTS[layout], codes=codes) and is_once and codes == [0, 0, 75]
+
+
+def is_as_alone(nodes: NetworkNodes, layout: str, *, ranks: int, codes: list[int]) -> bool:
+    """Return whether the run has the weights of one on one machine, and left nothing running."""
     left = sum(len(nodes.pids(node)) for node in range(NUM_NODES))
     alone = [*sys.executable.split(), "-W", "ignore", "-m", "paceline", "train", "job.py", "--run-dir", "alone"]
-    ranks = NUM_NODES * LAYOUTS[layout]
     alone += ["--layout", layout, "--ranks", str(ranks), *SETTINGS]
     subprocess.run(alone, cwd=nodes.folder, check=True, capture_output=True)
     digests = [json.loads((nodes.folder / name / "weights.json").read_text())["digest"] for name in ("run", "alone")]
     is_equal = digests[0] == digests[1]
     verdict = "the same digest" if is_equal else f"ANOTHER DIGEST: {digests}"
     print(f"{layout:<12} exit codes {codes}, {verdict}, {left} processes left; {nodes.folder}", flush=True)
-    return is_equal and not left and not any(codes)
+    return is_equal and not left
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def test_a_step_of_slurm_needs_no_options_and_its_first_node_is_the_head() -> No
     ("3", None, {}, "--nodes 3 can't be read"),
     ("host1:3", None, {}, "can't be read"),
     ("0:host1", None, {}, "at least one node"),
+    ("4:2:host1", None, {}, "the smaller number comes first"),
     ("2:host1:99999", None, {}, "the port is 1 to 65535"),
     ("2:host1", 2, {}, "has the number 2, but there are 2 nodes"),
     ("2:[fd77::1]", None, {}, "can't be read"),

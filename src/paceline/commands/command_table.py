@@ -74,7 +74,7 @@ class TrainOptions(StartOptions):
     """Evaluate before the first step."""
     nodes: str | None = None
     """N:HOST or N:HOST:PORT: train on N machines, of which HOST is the first. Type the same line on each of them. N
-    alone plays N machines on this one.
+    alone plays N machines on this one. MIN:N in place of N: they may come and go while the run lasts.
     Slurm, Kubeflow and SageMaker say it by themselves if you give `--ranks-per-node`."""
     node: int | None = None
     """The number of this machine; default: from the scheduler, else in the order of arrival. HOST is 0."""

@@ -19,9 +19,11 @@ from paceline.commands.common.execution import (
     make_task,
     run_options,
 )
+from paceline.commands.common.layout_problems import node_counts
 from paceline.commands.common.local_nodes import count_local_nodes, run_local_nodes
 from paceline.commands.common.node_start import NodeStart, tell_head, training_place
 from paceline.commands.common.start_folder import assign_run_folder
+from paceline.config.merge_settings import merge_without_job
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.config.task import Task
@@ -66,6 +68,7 @@ def train(
             hint = "paceline plan, then its layout"
             raise UsageError("--layout auto can't be chosen on several nodes yet.", hint=hint)
         task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
+        counts = () if common.place is None else node_counts(task, common.place, merge_without_job(task.settings))
     except PacelineError as error:
         if common.place is not None and not common.dry_run:
             tell_head(common.place, error)
@@ -76,7 +79,7 @@ def train(
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=summary)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
     if common.place is not None:
-        return _train_on_nodes(task, common=common, place=common.place, resume=resume)
+        return _train_on_nodes(task, counts, common=common, place=common.place, resume=resume)
     task = assign_run_folder(task, resume=resume)
     if is_auto_layout:
         task, failed_launch = resolve_auto_layout(task, quiet=common.quiet)
@@ -89,9 +92,14 @@ def train(
     return outcome
 
 
-def _train_on_nodes(task: Task, *, common: RunOptions, place: NodePlace, resume: str | None) -> CommandOutcome:
-    """Train on several nodes: as the head, or as another node, whose outcome has only a text."""
-    start = NodeStart(place, task)
+def _train_on_nodes(
+    task: Task, counts: tuple[int, ...], *, common: RunOptions, place: NodePlace, resume: str | None
+) -> CommandOutcome:
+    """Train on several nodes: as the head, or as another node, whose outcome has only a text.
+
+    `counts` has the numbers of nodes with which the run may train.
+    """
+    start = NodeStart(place, task, node_counts=counts)
     if not start.is_head():
         code, text = start.run_member()
         return CommandOutcome(exit_code=code, run=Path(task.run), screen=text)

@@ -70,7 +70,7 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
     **dict.fromkeys(
         (
             "survive.restarts", "survive.min_ranks", "survive.replace_within", "survive.grace", "nodes.wait",
-            "nodes.patience", "nodes.restarts", "nodes.interface",
+            "nodes.last_call", "nodes.patience", "nodes.restarts", "nodes.interface",
         ),
         "how the run continues after a fault",
     ),

@@ -117,14 +117,16 @@ class Survive:
 class Nodes:
     """Settings for a run that Paceline itself starts on several nodes.
 
-    `wait` is the time in seconds in which the nodes meet. A node from which nothing has come for `patience` seconds is
-    lost. `restarts` is how many times the run continues with another node, or the same one again, after one was lost.
-    `interface` is the network interface of the ranks.
+    `wait` is the time in seconds in which the nodes meet. If the number of nodes may change, the smallest number waits
+    for more of them for `last_call` seconds. A node from which nothing has come for `patience` seconds is lost.
+    `restarts` is how many times the run continues after the loss of a node; None means 0, or 20 if the number of nodes
+    may change. `interface` is the network interface of the ranks.
     """
 
     wait: Seconds = 300.0
+    last_call: SecondsOrZero = 30.0
     patience: Seconds = 30.0
-    restarts: CountOrZero = 0
+    restarts: CountOrZero | None = None
     interface: str | None = None
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, reso
 from paceline.config.settings import Survive
 from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, MachineError, UsageError
 from paceline.filesystem.atomic_files import write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
@@ -24,6 +25,8 @@ from paceline.launch.agent.restart_policy import (
     Action,
     AttemptEnded,
     EndRun,
+    Event,
+    NodesChange,
     PrintLine,
     RestartPolicy,
     RunRequested,
@@ -43,7 +46,7 @@ from paceline.launch.memory_disk import choose_memory_folder, remove_abandoned_m
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.launch.run_outcome import STOPPED_AT_ONCE, LaunchOutcome
 from paceline.launch.several_nodes.attempt_part import AttemptPart
-from paceline.launch.several_nodes.attempt_progress import PartResult, read_progress
+from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, read_progress
 from paceline.launch.several_nodes.node_group import NodeGroup
 from paceline.run_folder.run_folder import RunFolder
 
@@ -154,11 +157,8 @@ def _run_attempts(
             elif end is not None:
                 request = _resized_request(request)
             request = _with_ranks(request, action.ranks)
-            problem = _replace_lost_nodes(request, stop_requests)
-            if problem:
-                actions.append(EndRun(reason=f"Not restarted: {problem}"))
-                continue
             try:
+                request = _with_nodes(request, stop_requests)
                 outcome = _run_attempt(
                     request,
                     on_start,
@@ -167,7 +167,7 @@ def _run_attempts(
                     policy=policy,
                     folder_watch=folder_watch,
                 )
-            except UsageError as error:  # the folder of the next attempt can't be written
+            except (UsageError, MachineError) as error:  # a folder can't be written, or there are too few nodes
                 if outcome is None:
                     raise
                 actions.append(EndRun(reason=f"Not restarted: {error.what}"))
@@ -178,9 +178,24 @@ def _run_attempts(
             actions += policy.handle(end)
         elif isinstance(action, EndRun):
             assert outcome is not None
+            if action.reason and outcome.failure is None:  # else the final screen says it
+                print_line(action.reason, sys.stderr)
             _record_end(outcome, reason=action.reason)
             seconds = time.monotonic() - start_time
             return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
+
+
+def _with_nodes(request: LaunchRequest, stop_requests: StopRequests) -> LaunchRequest:
+    """Wait for the nodes of the next attempt, and return the request with the number of their ranks.
+
+    Raises:
+        MachineError: there are too few nodes.
+    """
+    if request.nodes is None:
+        return request
+    if problem := request.nodes.gather(is_stopped=stop_requests.is_asked):
+        raise MachineError(problem)
+    return _with_ranks(request, request.nodes.num_ranks)
 
 
 def _record_end(outcome: LaunchOutcome, *, reason: str) -> None:
@@ -190,12 +205,6 @@ def _record_end(outcome: LaunchOutcome, *, reason: str) -> None:
     if outcome.exit_code == ExitCode.INTERRUPTED:
         with suppress(OSError):
             (outcome.attempt_folder / STOPPED_AT_ONCE).touch()
-
-
-def _replace_lost_nodes(request: LaunchRequest, stop_requests: StopRequests) -> str:
-    """Wait for nodes that replace lost ones. Return why the run can't go on, or "" if it can."""
-    problem = "" if request.nodes is None else request.nodes.replace_lost(is_stopped=stop_requests.is_asked)
-    return "a stop was requested." if problem and stop_requests.count else problem
 
 
 def _run_requested(request: LaunchRequest) -> RunRequested:
@@ -210,7 +219,7 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
         max_restarts=max_restarts,
         rank_counts=(request.ranks, *request.fewer_ranks) if request.fewer_ranks else (),
         replace_seconds=replace_seconds,
-        max_node_restarts=0 if request.nodes is None else request.nodes.settings.restarts,
+        max_node_restarts=0 if request.nodes is None else request.nodes.max_restarts,
     )
 
 
@@ -267,7 +276,8 @@ def _run_attempt(
         watches_hangs=not request.servers,
         sees_all_ranks=nodes is None,
     )
-    watch = _SaveWatch(request, policy=policy, stop_attempt=supervisor.stop_attempt)
+    decide = partial(_decide, policy, supervisor)
+    watch = _SaveWatch(request, decide=decide)
 
     def tick_and_watch() -> None:
         tick()
@@ -276,13 +286,18 @@ def _run_attempt(
             print_line(warning, sys.stderr)
         if policy.waits_for_save:
             watch.check()
-        if nodes is not None and nodes.has_failed():
-            supervisor.end_attempt()
+        if nodes is not None:
+            if nodes.has_failed():
+                supervisor.end_attempt()
+            elif reason := nodes.pending_change(can_grow=_has_new_step(read_progress(folder, part.ranks))):
+                decide(NodesChange(reason=reason))
 
     code, failure = supervisor.run(tick_and_watch)
     result = PartResult(exit_code=code, failure=failure, progress=read_progress(folder, part.ranks))
     if nodes is not None:
         result = nodes.finish_attempt(result, is_abandoned=lambda: stop_requests.count > 1)
+        if reason := nodes.pending_change(can_grow=False):
+            decide(NodesChange(reason=reason))
     tick()
     if result.failure is not None:
         _write_failure(folder, result.failure)
@@ -315,23 +330,31 @@ def _start_part(request: LaunchRequest, attempt: int) -> tuple[AttemptPart, Path
 class _SaveWatch:
     """A watch for the next checkpoint on disk, for a policy that waits for it. The policy may then stop the attempt."""
 
-    def __init__(self, request: LaunchRequest, *, policy: RestartPolicy, stop_attempt: Callable[[], None]) -> None:
+    def __init__(self, request: LaunchRequest, *, decide: Callable[[Event], None]) -> None:
         self._folder = request.run.checkpoints
-        self._policy = policy
-        self._stop_attempt = stop_attempt
+        self._decide = decide
         self._newest = resolve_mark(self._folder, LATEST)
 
     def check(self) -> None:
-        """Tell the policy if there is a new checkpoint, and carry out its actions."""
+        """Tell the policy if there is a new checkpoint."""
         newest = resolve_mark(self._folder, LATEST)
-        if newest == self._newest:
-            return
-        self._newest = newest
-        for action in self._policy.handle(SaveCompleted(time=time.monotonic())):
-            if isinstance(action, PrintLine):
-                print_line(action.text, sys.stderr)
-            elif isinstance(action, StopAttempt):
-                self._stop_attempt()
+        if newest != self._newest:
+            self._newest = newest
+            self._decide(SaveCompleted(time=time.monotonic()))
+
+
+def _decide(policy: RestartPolicy, supervisor: Supervisor, event: Event) -> None:
+    """Carry out what the policy decides about the current attempt."""
+    for action in policy.handle(event):
+        if isinstance(action, PrintLine):
+            print_line(action.text, sys.stderr)
+        elif isinstance(action, StopAttempt):
+            supervisor.stop_attempt()
+
+
+def _has_new_step(progress: AttemptProgress) -> bool:
+    """Return whether the ranks have completed a step of this attempt."""
+    return 0 <= progress.start_step < progress.step
 
 
 def _write_failure(folder: Path, failure: Failure) -> None:

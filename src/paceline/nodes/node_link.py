@@ -24,7 +24,7 @@ class NodeLink:
     def __init__(self, channel: LineChannel) -> None:
         self.loss = ""
         """Why nothing can come from the node any more, such as a closed connection; empty while the link is open."""
-        self._channel = channel
+        self.channel = channel
         self._messages: SimpleQueue[Any] = SimpleQueue()
         self._silence_seconds = 0.0
         self._lock = threading.Lock()  # a line is sent whole
@@ -40,12 +40,12 @@ class NodeLink:
     @property
     def own_address(self) -> str:
         """The IP address of this end."""
-        return self._channel.own_address
+        return self.channel.own_address
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message. If the link is lost, nothing happens, because `loss` says it."""
         with suppress(OSError), self._lock:
-            self._channel.send(message)
+            self.channel.send(message)
 
     def next_message(self) -> Any:
         """Return the next message that has arrived; None if there is none."""
@@ -57,13 +57,13 @@ class NodeLink:
     def close(self) -> None:
         """Close the link."""
         self._closed.set()
-        self._channel.close()
+        self.channel.close()
 
     def _receive(self) -> None:
         last_look = time.monotonic()
         try:
             while not self._closed.is_set():
-                messages = self._channel.receive_available(seconds=_POLL_SECONDS)
+                messages = self.channel.receive_available(seconds=_POLL_SECONDS)
                 now = time.monotonic()
                 gap_seconds, last_look = min(now - last_look, _MAX_GAP_SECONDS), now
                 self._silence_seconds = 0.0 if messages else self._silence_seconds + gap_seconds

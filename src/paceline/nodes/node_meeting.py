@@ -4,6 +4,7 @@ Whoever can reach the port of the head can take a seat: the network is trusted, 
 """
 
 import errno
+import math
 import os
 import re
 import socket
@@ -92,47 +93,53 @@ class Reception:
         self._refusals: dict[str, Finding] = {}  # of nodes that were sent away, by their host
         self._problems: list[Finding] = []  # of nodes that can't take part
         self._is_complete = False
+        self._returned: set[LineChannel] = set()  # of the arrivals that `wait` or `next_arrivals` has returned
         self._ending: tuple[str, int] | None = None
         self._changed = threading.Condition()
         self._free_threads = threading.Semaphore(_MAX_STRANGERS + place.num_nodes)
         threading.Thread(target=self._accept, name="paceline-reception", daemon=True).start()
 
     def wait(
-        self, *, wait_seconds: float, report: Callable[[str], None], is_stopped: Callable[[], bool] = lambda: False
+        self, *, wait_seconds: float, report: Callable[[str], None], last_call_seconds: float = 0.0
     ) -> tuple[dict[int, Arrival], list[Finding]]:
         """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait.
 
+        If the number of nodes may change, the wait also ends `last_call_seconds` after the smallest number is there.
         Return the nodes by their number, and what was wrong: nodes that did not come, that can't take part, and wrong
-        numbers. After `vacate`, the next call waits for the nodes that are missing, and the others keep their numbers.
-        If `is_stopped()` becomes true, the wait ends.
+        numbers. Later nodes are sent away, unless `open_again` is called.
         """
-        start_time = time.monotonic()
+        start_time, enough_time = time.monotonic(), math.inf
         next_report_seconds, reported = _REPORT_SECONDS, set[str]()
         with self._changed:
-            if self._is_complete:  # a run goes on, and more than the known nodes may be lost
-                self._drop_closed()
-            self._is_complete = False
-            while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems and not is_stopped():
-                seconds = time.monotonic() - start_time
-                if seconds > wait_seconds:
+            while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems:
+                now = time.monotonic()
+                seconds = now - start_time
+                has_enough = len(self._arrivals) + 1 >= self.place.min_nodes
+                enough_time = min(enough_time, now) if has_enough else math.inf
+                if seconds > wait_seconds or now - enough_time > last_call_seconds:
                     break
                 if seconds > next_report_seconds:
                     next_report_seconds += min(next_report_seconds, _MAX_REPORT_SECONDS)
-                    report(f"{self._describe_arrivals()}; waiting for {wait_seconds - seconds:.0f} s more")
+                    left = wait_seconds - seconds if not has_enough else last_call_seconds - (now - enough_time)
+                    report(f"{self._describe_arrivals()}; waiting for {left:.0f} s more")
                 for host in [host for host in self._refusals if host not in reported]:
                     reported.add(host)
                     report(f"sent away: {self._refusals[host].what} ({self._refusals[host].hint})")
                 self._changed.wait(min(_POLL_SECONDS, wait_seconds))
             self._is_complete = True
             seats = self._number_seats()
-            missing = [node for node in range(1, self.place.num_nodes) if node not in seats]
+            self._returned |= {arrival.channel for arrival in self._arrivals}
+            is_enough = len(seats) + 1 >= self.place.min_nodes
+            missing = [] if is_enough else [node for node in range(1, self.place.num_nodes) if node not in seats]
             # If all places are taken, it does not matter who else was sent away.
             findings = [*(self._refusals.values() if missing else ()), *self._problems]
             self._refusals.clear()
             self._problems.clear()
         if missing and not findings:  # else somebody was sent away
-            are_numbered = any(arrival.hello.node is not None for arrival in seats.values())
-            names = format_nodes(missing) if are_numbered else plural(len(missing), "node")
+            has_numbers = any(arrival.hello.node is not None for arrival in seats.values())
+            are_numbered = has_numbers and not self.place.is_elastic
+            num_missing = self.place.min_nodes - 1 - len(seats)
+            names = format_nodes(missing) if are_numbered else plural(num_missing, "node")
             here = ", ".join(["the head", *(arrival.hello.host for arrival in seats.values())])
             what = f"{names} did not come within {wait_seconds:.0f} s; here are {here}"
             check = f"nc -vz {self.place.head_host} {self.place.port}"
@@ -144,16 +151,47 @@ class Reception:
         """Return who is here, and the numbers of those who are not, if the nodes have numbers of their own."""
         names = ", ".join(["the head", *(arrival.hello.host for arrival in self._arrivals)])
         numbers = [arrival.hello.node for arrival in self._arrivals]
+        if self.place.is_elastic:
+            return f"{len(numbers) + 1} of {self.place.min_nodes} to {self.place.num_nodes} nodes are here: {names}"
         missing = [node for node in range(1, self.place.num_nodes) if node not in numbers]
         text = f"{len(self._arrivals) + 1} of {self.place.num_nodes} nodes are here: {names}"
         return text if None in numbers else f"{text}; missing: {format_nodes(missing)}"
 
-    def vacate(self, node: int) -> None:
-        """Free the place of a node that is lost, for another one."""
+    def open_again(self) -> None:
+        """Welcome nodes from now on if there is a place for them, for `next_arrivals`."""
         with self._changed:
-            for arrival in [arrival for arrival in self._arrivals if arrival.hello.node == node]:
-                arrival.channel.close()
-                self._arrivals.remove(arrival)
+            self._is_complete = False
+
+    def next_arrivals(self, *, seconds: float) -> tuple[dict[int, Arrival], list[Finding]]:
+        """Return the nodes that have come since the last call, by their number, and what was wrong with others.
+
+        If there are none, wait for up to `seconds`.
+        """
+        with self._changed:
+            if not self._refusals and not self._problems and not self._new_arrivals():
+                self._changed.wait(seconds)
+            self._drop_closed()
+            new_channels = {arrival.channel for arrival in self._new_arrivals()}
+            seats = {node: seat for node, seat in self._number_seats().items() if seat.channel in new_channels}
+            findings = [*self._refusals.values(), *self._problems]
+            self._returned |= new_channels
+            self._refusals.clear()
+            self._problems.clear()
+        return seats, findings
+
+    def _new_arrivals(self) -> list[Arrival]:
+        return [arrival for arrival in self._arrivals if arrival.channel not in self._returned]
+
+    def vacate(self, channel: LineChannel) -> None:
+        """Free the place of the node with this channel, which is lost, for another one."""
+        with self._changed:
+            for arrival in [arrival for arrival in self._arrivals if arrival.channel is channel]:
+                self._remove(arrival)
+
+    def _remove(self, arrival: Arrival) -> None:
+        arrival.channel.close()
+        self._arrivals.remove(arrival)
+        self._returned.discard(arrival.channel)
 
     def turn_away(self, text: str, *, exit_code: int, seconds: float) -> None:
         """End every node that comes within `seconds`, because this one can't start the run."""
@@ -229,8 +267,7 @@ class Reception:
     def _drop_closed(self) -> None:
         """Free the seats of nodes that have gone, perhaps to be started again."""
         for arrival in [arrival for arrival in self._arrivals if arrival.channel.is_closed]:
-            arrival.channel.close()
-            self._arrivals.remove(arrival)
+            self._remove(arrival)
 
     def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:
         self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=_NO_MEETING)

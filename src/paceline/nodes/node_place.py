@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.nodes.slurm_hosts import step_hosts, step_port
 
 DEFAULT_PORT = 29400
-_NODES = re.compile(r"(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
+_NODES = re.compile(r"((?P<least>\d+):)?(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _MAX_PORT = 65535
 _SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
@@ -21,21 +21,40 @@ class NodePlace:
     """The place of one node. The nodes meet at `port` of the head, node 0."""
 
     num_nodes: int
+    """The number of nodes; the largest one if the run may also have fewer."""
     head_host: str
     port: int
     node: int | None
     """The number of this node; None if the head numbers the nodes in the order in which they arrive."""
+    least_nodes: int = 0
+    """The smallest number of nodes; 0 if only `num_nodes` is possible."""
     is_extra_task: bool = False
     """Whether another task of srun on this node stands for the node; then this one has nothing to do."""
 
     @property
     def option(self) -> str:
         """The place as a value of `--nodes`."""
-        return f"{self.num_nodes}:{self.head_host}" + ("" if self.port == DEFAULT_PORT else f":{self.port}")
+        port = "" if self.port == DEFAULT_PORT else f":{self.port}"
+        return f"{self.counts}:{self.head_host}{port}"
+
+    @property
+    def counts(self) -> str:
+        """The number of nodes as a part of `--nodes`, such as 2, or 2:4."""
+        return f"{self.least_nodes}:{self.num_nodes}" if self.is_elastic else str(self.num_nodes)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of nodes may change while the run lasts."""
+        return 0 < self.least_nodes < self.num_nodes
+
+    @property
+    def min_nodes(self) -> int:
+        """The smallest number of nodes with which the run trains."""
+        return self.least_nodes if self.is_elastic else self.num_nodes
 
 
 def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) -> NodePlace | None:
-    """Return the place from the options `--nodes N:HOST[:PORT]` and `--node K`, or from a scheduler; else None.
+    """Return the place from the options `--nodes [MIN:]N:HOST[:PORT]` and `--node K`, or from a scheduler; else None.
 
     Slurm, Kubeflow and SageMaker say how many nodes there are, and where the first one is.
 
@@ -51,18 +70,35 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         return _kubeflow_place(environ) or _sagemaker_place(_SAGEMAKER_FILE)
     match = _NODES.fullmatch(nodes)
     if match is None:
-        cause = "it is N:HOST or N:HOST:PORT, and an IPv6 address is no HOST"
+        cause = "it is N:HOST, N:HOST:PORT or MIN:MAX:HOST, and an IPv6 address is no HOST"
         raise UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint="--nodes 2:host1")
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
-    if num_nodes < 1 or not 0 < port <= _MAX_PORT:
-        what = f"--nodes {nodes}: there must be at least one node, and the port is 1 to {_MAX_PORT}."
-        raise UsageError(what, hint=f"--nodes 2:{match['host']}")
+    least_nodes = int(match["least"] or num_nodes)
+    if not 1 <= least_nodes <= num_nodes:
+        text = f"--nodes {nodes}: there must be at least one node, and the smaller number comes first."
+        raise UsageError(text, hint=f"--nodes 2:4:{match['host']} for 2 to 4 nodes")
+    if not 0 < port <= _MAX_PORT:
+        raise UsageError(f"--nodes {nodes}: the port is 1 to {_MAX_PORT}.", hint=f"--nodes 2:{match['host']}")
     number = _own_number(environ) if node is None else node
     if number is not None and not 0 <= number < num_nodes:
         raise UsageError(
             f"this node has the number {number}, but there are {num_nodes} nodes.", hint=f"--node 0 to {num_nodes - 1}"
         )
-    return NodePlace(num_nodes=num_nodes, head_host=match["host"], port=port, node=number, is_extra_task=is_extra_task)
+    return NodePlace(
+        num_nodes=num_nodes,
+        head_host=match["host"],
+        port=port,
+        node=number,
+        least_nodes=least_nodes,
+        is_extra_task=is_extra_task,
+    )
+
+
+def split_counts(option: str) -> tuple[str, int]:
+    """Return the numbers of nodes in a valid value of `--nodes`, and the largest one: `2:4` and 4 for `2:4:host1`."""
+    match = _NODES.fullmatch(option)
+    assert match is not None, option
+    return option[: match.end("count")], int(match["count"])
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:

@@ -9,10 +9,12 @@ from paceline.launch.agent.restart_policy import (
     Action,
     AttemptEnded,
     EndRun,
+    NodesChange,
     PrintLine,
     RestartPolicy,
     RunRequested,
     StartAttempt,
+    StopAttempt,
     StopRequested,
     TimePassed,
 )
@@ -206,3 +208,29 @@ def test_a_wrong_copy_in_the_first_step_restarts_only_a_resumed_attempt() -> Non
     wrong = Failure(rank=1, kind="DesyncError", message="the replicas are no longer equal", step=11)
     assert started().handle(end(wrong, start=10, reached=10, saved=10)) == [StartAttempt(after=wrong)]
     assert is_over(started().handle(end(replace(wrong, step=1), start=0, reached=0, saved=0)))
+
+
+def test_an_attempt_that_stops_for_other_nodes_is_followed_by_one_on_them() -> None:
+    policy = started()
+    change = NodesChange(reason="node 2 (host2) has come")
+    assert policy.handle(change) == [PrintLine(text="node 2 (host2) has come"), StopAttempt()]
+    assert policy.handle(change) == []  # it is said once
+    assert policy.handle(end(None, code=ExitCode.STOPPED)) == [StartAttempt()]
+    assert policy.handle(end(None, code=ExitCode.STOPPED)) == [EndRun()]
+
+
+def test_a_stop_request_counts_more_than_a_change_of_nodes() -> None:
+    policy = started()
+    policy.handle(NodesChange(reason="node 2 (host2) has come"))
+    policy.handle(StopRequested())
+    assert policy.handle(end(None, code=ExitCode.STOPPED)) == [EndRun()]
+    asked = started()
+    asked.handle(StopRequested())
+    assert asked.handle(NodesChange(reason="node 2 (host2) has come")) == []
+
+
+def test_a_failure_while_the_nodes_change_restarts_as_any_other() -> None:
+    policy = started()
+    policy.handle(NodesChange(reason="node 2 (host2) has come"))
+    assert policy.handle(end(KILL)) == [StartAttempt(after=KILL)]
+    assert policy.handle(end(None, code=ExitCode.STOPPED)) == [EndRun()]

@@ -30,6 +30,7 @@ class OwnNodes:
     shop: Shop
     count: int
     words: tuple[str, ...]
+    least: int | None = None
     port: int = 0
     processes: "dict[int, subprocess.Popen[str]]" = field(default_factory=dict)
 
@@ -39,7 +40,8 @@ class OwnNodes:
 
     @property
     def option(self) -> str:
-        return f"{self.count}:127.0.0.1:{self.port}"
+        least = "" if self.least is None else f"{self.least}:"
+        return f"{least}{self.count}:127.0.0.1:{self.port}"
 
     def start(self, node: int, *words: str, job: str = "job.py", environ: dict[str, str] | None = None) -> None:
         """Start the command of a node."""

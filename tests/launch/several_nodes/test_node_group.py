@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
 from paceline.launch.several_nodes.node_group import Member, NodeGroup
-from paceline.launch.several_nodes.node_messages import NodeLeft, PartEnded, as_message, part_ended
+from paceline.launch.several_nodes.node_messages import NodeLeaves, NodeLeft, PartEnded, as_message, part_ended
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -30,13 +30,23 @@ REQUEST = {"payload": {"run": "runs/a", "settings": {}}, "ranks": 4}
 class Nodes3:
     """A head with two members, which this test plays."""
 
-    def __init__(self, *, patience: float = 30.0, restarts: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        patience: float = 30.0,
+        restarts: int = 3,
+        wait: float = 0.5,
+        last_call: float = 0.0,
+        counts: tuple[int, ...] = (3,),
+    ) -> None:
         self.channels: dict[int, LineChannel] = {}
         self.replacements: dict[int, Member] = {}
         members = {node: self.member(node) for node in (1, 2)}
+        self.vacated: list[LineChannel] = []
+        settings = Nodes(patience=patience, wait=wait, last_call=last_call)
         self.group = NodeGroup(
-            members, own_host="host0", own_address="127.0.0.1", ranks_per_node=2,
-            settings=Nodes(patience=patience, restarts=restarts), gather=self.gather,
+            members, own_host="host0", interface_address="127.0.0.1", ranks_per_node=2, node_counts=counts,
+            settings=settings, max_restarts=restarts, admission=self,
         )  # fmt: skip
 
     def member(self, node: int) -> Member:
@@ -49,8 +59,12 @@ class Nodes3:
         for channel in self.channels.values():
             channel.close()
 
-    def gather(self, lost: Sequence[int], _: Callable[[], bool]) -> tuple[Mapping[int, Member], str]:
-        return self.replacements, "" if set(lost) <= set(self.replacements) else "node 1 did not come"
+    def take(self) -> Mapping[int, Member]:
+        members, self.replacements = self.replacements, {}
+        return members
+
+    def vacate(self, channel: LineChannel) -> None:
+        self.vacated.append(channel)
 
     def say(
         self, node: int, *, code: int = 0, failure: Failure | None = None, attempt: int = 1, step: int = 12
@@ -185,9 +199,9 @@ def test_another_node_takes_the_place_of_a_lost_one(nodes: Nodes3, tmp_path: Pat
     nodes.channels[1].close()
     nodes.say(2, code=1)
     finish(nodes)
-    assert nodes.group.replace_lost(is_stopped=lambda: False) == "node 1 did not come"
+    assert nodes.group.gather(is_stopped=lambda: False) == "node 1 did not come within 0 s."
     nodes.replacements = {1: nodes.member(1)}
-    assert nodes.group.replace_lost(is_stopped=lambda: False) == ""
+    assert nodes.group.gather(is_stopped=lambda: False) == ""
     nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
     assert nodes.heard(1)[0]["attempt"] == 2 and not nodes.group.has_failed()
 
@@ -239,8 +253,8 @@ def test_a_member_that_does_not_end_its_ranks_is_given_up(
     part = PartResult(exit_code=1, failure=own, progress=AttemptProgress())
     result = nodes.group.finish_attempt(part, is_abandoned=is_over)
     assert result.exit_code == 1 and result.failure is not None and result.failure.kind == "ValueError"
-    object.__setattr__(nodes.group, "settings", Nodes(restarts=0))
-    assert "node 1 (host1, ranks 2-3) is gone, too" in nodes.group.replace_lost(is_stopped=lambda: False)
+    nodes.group.max_restarts = 0
+    assert "node 1 (host1, ranks 2-3) is gone, too" in nodes.group.gather(is_stopped=lambda: False)
 
 
 def test_a_second_node_that_is_lost_during_the_wait_for_the_first_is_replaced_too(tmp_path: Path) -> None:
@@ -251,7 +265,84 @@ def test_a_second_node_that_is_lost_during_the_wait_for_the_first_is_replaced_to
     finish(nodes)
     nodes.channels[2].close()
     nodes.replacements = {1: nodes.member(1), 2: nodes.member(2)}
-    assert nodes.group.replace_lost(is_stopped=lambda: False) == ""
+    assert nodes.group.gather(is_stopped=lambda: False) == ""
     nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
     assert [nodes.heard(node)[0]["attempt"] for node in (1, 2)] == [2, 2] and not nodes.group.has_failed()
+    nodes.close()
+
+
+@pytest.fixture
+def elastic() -> Iterator[Nodes3]:
+    made = Nodes3(counts=(4, 3, 2))
+    yield made
+    made.close()
+
+
+def test_a_node_that_comes_joins_the_next_attempt(elastic: Nodes3, tmp_path: Path) -> None:
+    assert (elastic.group.num_nodes, elastic.group.num_ranks) == (3, 6)
+    elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    assert elastic.group.pending_change(can_grow=True) == ""
+    elastic.replacements = {3: elastic.member(3)}
+    assert elastic.group.pending_change(can_grow=False) == ""  # it may be in the middle of its start
+    said = elastic.group.pending_change(can_grow=True)
+    assert said == "node 3 (host3) has come; saving, then continuing on 4 nodes"
+    for node in (1, 2):
+        elastic.say(node, code=75)
+    assert finish(elastic, replace(DONE, exit_code=75)).exit_code == 75
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_ranks == 8
+    elastic.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    assert elastic.heard(3)[0]["first_rank"] == 6
+
+
+def test_ranks_are_numbered_by_the_nodes_that_are_left(elastic: Nodes3, tmp_path: Path) -> None:
+    elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    elastic.channels[1].send(as_message(NodeLeaves()))
+    wait_until(lambda: not elastic.group.has_failed() and elastic.group.pending_change(can_grow=False) != "")
+    said = elastic.group.pending_change(can_grow=False)
+    assert said == "node 1 (host1, ranks 2-3) was asked to stop; saving, then continuing without it"
+    for node in (1, 2):
+        elastic.say(node, code=75)
+    finish(elastic, replace(DONE, exit_code=75))
+    elastic.channels[1].close()
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_ranks == 4
+    elastic.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    assert [message["first_rank"] for message in elastic.heard(2) if message["do"] == "start"] == [4, 2]
+
+
+def test_a_node_that_only_waits_may_be_lost_without_a_failure(tmp_path: Path) -> None:
+    """With two or four nodes, the third one has nothing to do."""
+    nodes = Nodes3(counts=(4, 2))
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    assert nodes.group.num_nodes == 2 and nodes.heard(2) == []
+    nodes.channels[2].close()
+    wait_until(lambda: nodes.group.has_failed() or bool(nodes.vacated))
+    nodes.say(1)
+    result = finish(nodes)
+    assert (result.exit_code, result.failure) == (0, None)
+    nodes.close()
+
+
+def test_after_a_loss_another_node_may_come_until_the_last_call(tmp_path: Path) -> None:
+    nodes = Nodes3(counts=(3, 2), last_call=1.0, wait=30.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    wait_until(nodes.group.has_failed)
+    nodes.say(2, code=1)
+    finish(nodes)
+    start_time = time.monotonic()
+    assert nodes.group.gather(is_stopped=lambda: False) == "" and nodes.group.num_nodes == 2
+    assert time.monotonic() - start_time >= 1.0 and len(nodes.vacated) == 1
+    nodes.close()
+
+
+def test_too_few_nodes_end_the_run_after_the_wait(tmp_path: Path) -> None:
+    nodes = Nodes3(counts=(4, 3))
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    wait_until(nodes.group.has_failed)
+    nodes.say(2, code=1)
+    finish(nodes)
+    expected = "another node (2 of at least 3 are here) did not come within 0 s."
+    assert nodes.group.gather(is_stopped=lambda: False) == expected
+    assert nodes.group.gather(is_stopped=lambda: True) == "a stop was requested."
     nodes.close()

@@ -211,7 +211,7 @@ def test_a_node_that_does_not_fit_does_not_end_a_run_that_waits_for_another_one(
     nodes.start(1)
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
-    assert "not admitted, so still waiting: train.max_grad_norm differs" in ends[0].err
+    assert "not admitted: train.max_grad_norm differs" in ends[0].err
 
 
 def test_a_node_that_waits_for_a_lost_head_in_vain_asks_to_be_started_again(shop: Shop) -> None:

@@ -16,6 +16,8 @@ Start with `execution.py`.
   that a run may have.
 - `local_nodes.py`: Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for
   each of them.
+- `node_admission.py`: The admission of nodes to a run: the head examines each node that comes, before the start and
+  while the run lasts.
 - `node_start.py`: The start of a training on several nodes, by the same command on each of them.
 - `option_checks.py`: Checks that refuse invalid options before a process starts.
 - `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.

@@ -228,6 +228,9 @@ def execute(
     settings = merge_without_job(task.settings)
     exact = settings.train.exact or one_thread
     tails: list[LogTail] = []
+    fewer_ranks = fewer_rank_counts(task, settings)
+    if fewer_ranks or nodes is not None:
+        task = replace(task, requested_ranks=task.ranks, ranks=task.ranks if nodes is None else nodes.num_ranks)
     num_processes = parse_layout(task.layout).processes(ranks=task.ranks)
 
     def follow_logs(folder: Path) -> Callable[[], None]:
@@ -239,9 +242,6 @@ def execute(
         tails.append(LogTail(folder))
         return tails[-1] if not common.quiet else _do_nothing
 
-    fewer_ranks = fewer_rank_counts(task, settings)
-    if fewer_ranks:
-        task = replace(task, requested_ranks=task.ranks)
     request = LaunchRequest(
         ranks=num_processes,
         fewer_ranks=fewer_ranks,
@@ -265,7 +265,7 @@ def execute(
 
 def _choose_threads(task: Task, settings: Settings, *, nodes: NodeGroup | None, one_thread: bool) -> int:
     """Return the number of threads of a rank: the requested number, or an equal share of its machine's cores."""
-    ranks_per_node = None if nodes is None else task.ranks // nodes.num_nodes
+    ranks_per_node = None if nodes is None else nodes.ranks_per_node
     resources = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=ranks_per_node)
     return choose_threads(resources=resources, one_thread=one_thread, requested=settings.train.threads)
 

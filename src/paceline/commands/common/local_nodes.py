@@ -1,6 +1,7 @@
 """Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for each of them."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from paceline.launch.agent.signals import active_stop_signals, die_with_parent, 
 
 PLAYED_NODES = "PACELINE_PLAYED_NODES"
 """The variable that says to the command of a node that another command has started it with all others."""
+_COUNTS = re.compile(r"\d+(:\d+)?")  # one number, or the smallest and the largest
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
 
@@ -27,9 +29,9 @@ def count_local_nodes(options: TrainOptions) -> int:
     Raises:
         UsageError: the number is not possible, or another option contradicts it.
     """
-    if options.nodes is None or not options.nodes.isdecimal():
+    if options.nodes is None or not _COUNTS.fullmatch(options.nodes):
         return 0
-    num_nodes = int(options.nodes)
+    num_nodes = int(options.nodes.rpartition(":")[2])
     if not 1 < num_nodes <= _MAX_NODES:
         hint = f"--nodes 2 plays 2 of them, at most {_MAX_NODES}; --nodes {num_nodes}:HOST needs a machine for each"
         raise UsageError(f"--nodes {options.nodes} plays nodes on this machine.", hint=hint)
@@ -43,7 +45,7 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
 
     A stop signal to this process goes to all nodes.
     """
-    words = [*_as_words(options), *settings, "--nodes", f"{num_nodes}:{_LOOPBACK}:{_free_port()}"]
+    words = [*_as_words(options), *settings, "--nodes", f"{options.nodes}:{_LOOPBACK}:{_free_port()}"]
     command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
     processes: list[subprocess.Popen[bytes]] = []
     environ = {**os.environ, PLAYED_NODES: str(num_nodes)}

@@ -6,35 +6,34 @@ The command of node 0, the head, waits for the others, compares the nodes, and t
 
 import os
 import socket
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.commands.command_table import TrainOptions
+from paceline.commands.common.node_admission import NodeAdmission, error_line, print_meeting_line
 from paceline.config.merge_settings import as_command_text, merge_without_job
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, MachineError, PacelineError, Problems, UsageError, list_problems
+from paceline.errors import ExitCode, MachineError, PacelineError
 from paceline.launch.inherited_environment import leave_launcher
 from paceline.launch.several_nodes.member_agent import MemberAgent, MemberEnd
-from paceline.launch.several_nodes.node_group import Member, NodeGroup, describe_ranks
-from paceline.nodes.examination import END, RUN, answer_head, examine_seats
-from paceline.nodes.finding import Finding
+from paceline.launch.several_nodes.node_group import NodeGroup, describe_ranks
+from paceline.nodes.examination import END, answer_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
-from paceline.nodes.node_meeting import Reception, end_member, join_head, listen_as_head
+from paceline.nodes.node_meeting import Reception, join_head, listen_as_head
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, node_place
 from paceline.run_folder.run_folder import ROOT
 
 _JOIN_SECONDS = 10.0  # for a node that only says why it can't take part
 _TURN_AWAY_SECONDS = 3.0
 _OWN_SETTINGS = ("nodes.interface",)  # settings that may differ between nodes
+_ELASTIC_RESTARTS = 20  # after lost nodes, if the number of nodes may change and `nodes.restarts` is not set
 
 
 def training_place(options: TrainOptions) -> NodePlace | None:
@@ -56,7 +55,7 @@ def training_place(options: TrainOptions) -> NodePlace | None:
 
 def tell_head(place: NodePlace, error: PacelineError) -> None:
     """Tell the other nodes that this one can't take part, so that they do not wait for it."""
-    text = _describe(error)
+    text = error_line(error)
     try:
         listener = listen_as_head(place)
         if listener is None:
@@ -70,16 +69,21 @@ def tell_head(place: NodePlace, error: PacelineError) -> None:
 
 
 class NodeStart:
-    """The start on this node. `task` has the options and settings that all nodes should have in common."""
+    """The start on this node. `task` has the options and settings that all nodes should have in common.
 
-    def __init__(self, place: NodePlace, task: Task) -> None:
+    `node_counts` has the numbers of nodes that fit the layout, the largest first.
+    """
+
+    def __init__(self, place: NodePlace, task: Task, *, node_counts: tuple[int, ...]) -> None:
         self._place = place
         self._task = task
         self.settings = merge_without_job(task.settings).nodes
+        self._node_counts = node_counts
         self._ranks_per_node = task.ranks // place.num_nodes
+        default_restarts = _ELASTIC_RESTARTS if place.is_elastic else 0
+        self._max_restarts = default_restarts if self.settings.restarts is None else self.settings.restarts
         self._run_folder = Path(task.run) if task.run else ROOT
         self._listener: socket.socket | None = None
-        self._channels: dict[int, LineChannel] = {}  # of the members of the run
 
     def is_head(self) -> bool:
         """Return whether this is the head, which then listens for the other nodes.
@@ -101,10 +105,10 @@ class NodeStart:
         place, num_restarts = self._place, 0
         end = self._take_part(place, self._join(place))
         while True:
-            if not end.is_head_lost or num_restarts >= self.settings.restarts:
+            if not end.is_head_lost or num_restarts >= self._max_restarts:
                 return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
             place, num_restarts = replace(place, node=end.node), num_restarts + 1
-            print_line(f"{end.text}; waiting for it (restart {num_restarts} of {self.settings.restarts})", sys.stderr)
+            print_meeting_line(f"{end.text}; waiting for it (restart {num_restarts} of {self._max_restarts})")
             try:
                 channel = self._join(place)
             except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
@@ -112,8 +116,10 @@ class NodeStart:
             end = self._take_part(place, channel)
 
     def _join(self, place: NodePlace) -> LineChannel:
-        waits_for_place = self.settings.restarts > 0
-        return join_head(place, wait_seconds=self.settings.wait, waits_for_place=waits_for_place, report=_report)
+        waits_for_place = self._max_restarts > 0
+        return join_head(
+            place, wait_seconds=self.settings.wait, waits_for_place=waits_for_place, report=print_meeting_line
+        )
 
     def _take_part(self, place: NodePlace, channel: LineChannel) -> MemberEnd:
         """Take part until the head ends this node, or is lost."""
@@ -123,11 +129,20 @@ class NodeStart:
             if message["do"] == END:
                 return MemberEnd(node=node, exit_code=int(message["exit_code"]), text=str(message["text"]))
             head = str(message["head"])
-            ranks = describe_ranks(node, ranks_per_node=self._ranks_per_node)
-            text = f"node {node} of {place.num_nodes}, with {ranks}; the screen of node 0 ({head}) shows the training"
-            print_line(text)
-            link = NodeLink(channel)
-            agent = MemberAgent(link, node=node, head=head, ranks_per_node=self._ranks_per_node, settings=self.settings)
+            first = node * self._ranks_per_node
+            ranks = describe_ranks(range(first, first + self._ranks_per_node))
+            which = (
+                f"{place.min_nodes} to {place.num_nodes}" if place.is_elastic else f"{place.num_nodes}, with {ranks}"
+            )
+            print_line(f"node {node} of {which}; the screen of node 0 ({head}) shows the training")
+            agent = MemberAgent(
+                NodeLink(channel),
+                node=node,
+                head=head,
+                ranks_per_node=self._ranks_per_node,
+                settings=self.settings,
+                may_leave=place.is_elastic,
+            )
             return agent.run()
         finally:
             channel.close()
@@ -142,87 +157,32 @@ class NodeStart:
             MachineError, UsageError: a node did not come, or the nodes can't train together.
         """
         assert self._listener is not None
-        reception = Reception(self._listener, self._place)
+        facts = self._read_facts()
+        admission = NodeAdmission(
+            self._listener, self._place, facts, run_folder=self._run_folder, settings=self.settings
+        )
         try:
-            own_facts = self._read_facts()
-            members = self._admit(reception, own_facts, wait_seconds=self.settings.wait)
             group = NodeGroup(
-                members,
-                own_host=own_facts.host,
-                own_address=self._own_address(members),
+                admission.admit_first(),
+                own_host=facts.host,
+                interface_address=interface_address(self.settings.interface) if self.settings.interface else "",
                 ranks_per_node=self._ranks_per_node,
+                node_counts=self._node_counts,
                 settings=self.settings,
-                gather=lambda lost, is_stopped: self._gather(reception, own_facts, lost, is_stopped),
+                max_restarts=self._max_restarts,
+                admission=admission,
             )
+            if self._max_restarts or self._place.is_elastic:
+                admission.open_again()
             try:
                 yield group
             except PacelineError as error:
-                group.end(int(error.exit_code), f"node 0: {_describe(error)}")
+                group.end(int(error.exit_code), f"node 0: {error_line(error)}")
                 raise
             finally:
                 group.end(int(ExitCode.FAILED), "node 0 has ended")  # unless it has ended them already
         finally:
-            reception.close()
-
-    def _gather(
-        self, reception: Reception, facts: MachineFacts, lost: Sequence[int], is_stopped: Callable[[], bool]
-    ) -> tuple[Mapping[int, Member], str]:
-        """Return the nodes that take the places of lost ones and, if there are too few of them, why."""
-        for node in lost:
-            reception.vacate(node)
-        deadline = time.monotonic() + self.settings.wait
-        while True:
-            seconds = max(0.0, deadline - time.monotonic())
-            try:
-                return self._admit(reception, facts, wait_seconds=seconds, is_stopped=is_stopped), ""
-            except PacelineError as error:
-                if time.monotonic() >= deadline or is_stopped():
-                    return {}, _describe(error)
-                _report(f"not admitted, so still waiting: {_describe(error)}")
-
-    def _admit(
-        self,
-        reception: Reception,
-        facts: MachineFacts,
-        *,
-        wait_seconds: float,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> dict[int, Member]:
-        """Wait for nodes, examine those that are new, and return them as members of the run.
-
-        Raises:
-            MachineError, UsageError: a node did not come, or the nodes can't train together. Those nodes are ended.
-        """
-        seats, findings = reception.wait(wait_seconds=wait_seconds, report=_report, is_stopped=is_stopped)
-        new = {node: seat for node, seat in seats.items() if self._channels.get(node) is not seat.channel}
-        examination = examine_seats(
-            new, facts, findings=findings, run_folder=self._run_folder, num_nodes=self._place.num_nodes
-        )
-        refusals = [finding for finding in examination.findings if finding.refusal_code]
-        if refusals:
-            error = _refusal_error(refusals)
-            for node, arrival in new.items():
-                end_member(
-                    arrival.channel,
-                    node=node,
-                    exit_code=int(error.exit_code),
-                    text=f"node 0 refuses: {_describe(error)}",
-                )
-                reception.vacate(node)
-            raise error
-        for finding in examination.findings:
-            print_line(f"{'note' if finding.is_note else 'warning'}: {finding.what} ({finding.hint})", sys.stderr)
-        for node, arrival in new.items():
-            with suppress(OSError):  # the link then says that the node is lost
-                arrival.channel.send({"do": RUN, "node": node, "head": facts.host})
-            self._channels[node] = arrival.channel
-        return {node: Member(host=arrival.hello.host, link=NodeLink(arrival.channel)) for node, arrival in new.items()}
-
-    def _own_address(self, members: Mapping[int, Member]) -> str:
-        """Return the address at which rank 0 listens: that of `nodes.interface`, or the one that the members reach."""
-        if self.settings.interface:
-            return interface_address(self.settings.interface)
-        return next(iter(members.values())).link.own_address
+            admission.close()
 
     def _read_facts(self) -> MachineFacts:
         return read_machine_facts(
@@ -239,6 +199,7 @@ class NodeStart:
         options = {
             "job": task.job, "layout": task.layout, "update": task.update, "compress": task.compress,
             "device": task.device, "ranks per node": str(self._ranks_per_node), "run folder": task.run,
+            "nodes": self._place.counts,
         }  # fmt: skip
         settings = {
             name: mask_value(name, as_command_text(value))
@@ -246,20 +207,3 @@ class NodeStart:
             if name not in _OWN_SETTINGS
         }
         return {**options, **settings}
-
-
-def _refusal_error(refusals: Sequence[Finding]) -> PacelineError:
-    """Return one error for all reasons why the nodes can't train together."""
-    kind = UsageError if all(finding.refusal_code == ExitCode.REFUSED for finding in refusals) else MachineError
-    errors = [kind(f"{finding.what}.", hint=finding.hint) for finding in refusals]
-    return errors[0] if len(errors) == 1 else Problems(errors)
-
-
-def _describe(error: PacelineError) -> str:
-    """Return an error, or several at once, on one line."""
-    problems = list_problems(error)
-    return "; ".join(problem.what + (f" To do: {problem.hint}" if problem.hint else "") for problem in problems)
-
-
-def _report(line: str) -> None:
-    print_line(line, sys.stderr)

@@ -11,6 +11,7 @@ from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.launch.launcher_variables import JoinedWorld
+from paceline.nodes.node_place import split_counts
 from paceline.run_folder.run_folder import RunFolder
 
 
@@ -25,9 +26,9 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     command = ["paceline", "train", task.job, "--run-dir", task.run]
     is_local = PLAYED_NODES in os.environ  # one command has started all nodes
     if task.nodes:
-        num_nodes = task.nodes.partition(":")[0]
-        command += ["--nodes", num_nodes if is_local else task.nodes]
-        command += ["--ranks-per-node", str(task.ranks // int(num_nodes))]
+        counts, num_nodes = split_counts(task.nodes)
+        ranks_per_node = (task.requested_ranks or task.ranks) // num_nodes
+        command += ["--nodes", counts if is_local else task.nodes, "--ranks-per-node", str(ranks_per_node)]
     elif joined is None:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":

@@ -72,6 +72,13 @@ class SaveCompleted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesChange:
+    """Event: the current attempt should stop, to continue on other nodes. `reason` is the line for the screen."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested:
     """Event: a signal asks the command to stop."""
 
@@ -113,7 +120,7 @@ class EndRun:
     reason: str = ""
 
 
-Event = RunRequested | AttemptEnded | SaveCompleted | StopRequested | TimePassed
+Event = RunRequested | AttemptEnded | SaveCompleted | NodesChange | StopRequested | TimePassed
 Action = StartAttempt | StopAttempt | PrintLine | EndRun
 
 
@@ -133,7 +140,7 @@ class RestartPolicy:
         self._is_waiting_for_rank = False  # the last failure may be that of a rank that is not back yet
         self._num_node_restarts, self._max_node_restarts = 0, 0
         self._num_waits = 0  # restarts for such failures, which `Resizing` limits
-        self._is_resizing = False  # the current attempt was asked to stop for another number of ranks
+        self._is_resizing = False  # the current attempt stops for another number of ranks
 
     @property
     def waits_for_save(self) -> bool:
@@ -156,6 +163,11 @@ class RestartPolicy:
             line = self._resizing.grow_if_due(time=event.time)
             self._is_resizing = bool(line)
             return [PrintLine(text=line), StopAttempt()] if line else []
+        if isinstance(event, NodesChange):
+            if self._is_resizing or self._is_stop_requested:
+                return []
+            self._is_resizing = True
+            return [PrintLine(text=event.reason), StopAttempt()]
         return self._handle_end(event)
 
     def _handle_end(self, event: AttemptEnded) -> list[Action]:

@@ -26,6 +26,7 @@ from paceline.launch.several_nodes.node_messages import (
     EndNode,
     EndPart,
     HeadMessage,
+    NodeLeaves,
     NodeLeft,
     StartPart,
     as_message,
@@ -51,9 +52,14 @@ class MemberEnd:
 
 
 class MemberAgent:
-    """The agent of a member. `run` returns how the head has ended it, or that the head is gone."""
+    """The agent of a member. `run` returns how the head has ended it, or that the head is gone.
 
-    def __init__(self, link: NodeLink, *, node: int, head: str, ranks_per_node: int, settings: Nodes) -> None:
+    With `may_leave`, a stop request is only for this node: its ranks save with all others, which then continue.
+    """
+
+    def __init__(
+        self, link: NodeLink, *, node: int, head: str, ranks_per_node: int, settings: Nodes, may_leave: bool = False
+    ) -> None:
         self._link = link
         self._node = node
         self._head = head
@@ -64,6 +70,8 @@ class MemberAgent:
         self._end: MemberEnd | None = None
         self._is_silence_reported = False
         self._idle_since = time.monotonic()  # the end of the last attempt
+        self._may_leave = may_leave
+        self._has_said_that_it_leaves = False
 
     def run(self) -> MemberEnd:
         """Run the parts of attempts that the head starts, until it ends this node or is gone."""
@@ -91,11 +99,19 @@ class MemberAgent:
         The head then sees that it is gone.
         """
         count = self._stop_requests.count
-        is_overdue = time.monotonic() - self._idle_since > _STOP_SECONDS or count > 1
+        is_overdue = time.monotonic() - self._idle_since > _STOP_SECONDS or count > 1 or self._may_leave
+        self._say_that_it_leaves()
         if count and is_overdue and self._end is None:
             code = ExitCode.STOPPED if count == 1 else ExitCode.INTERRUPTED
-            self._end = MemberEnd(node=self._node, exit_code=int(code), text="stopped between two attempts")
+            text = "asked to stop; the others continue" if self._may_leave else "stopped between two attempts"
+            self._end = MemberEnd(node=self._node, exit_code=int(code), text=text)
             self._link.send(as_message(NodeLeft(reason="it was asked to stop")))
+
+    def _say_that_it_leaves(self) -> None:
+        """Tell the head that this node was asked to stop, if the others may continue without it."""
+        if self._may_leave and self._stop_requests.count and not self._has_said_that_it_leaves:
+            self._has_said_that_it_leaves = True
+            self._link.send(as_message(NodeLeaves()))
 
     def _next_message(self) -> HeadMessage | None:
         """Return the next message; the one that ends this node is kept, too. What is no message is left out."""
@@ -188,6 +204,7 @@ class MemberAgent:
         """Return the function that carries out, during an attempt, what the head asks for."""
 
         def watch() -> None:
+            self._say_that_it_leaves()
             is_over = bool(self._link.loss)
             while (message := self._next_message()) is not None:
                 if isinstance(message, EndPart) and message.attempt == attempt:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from paceline.config.settings import Nodes
+from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
@@ -19,12 +20,24 @@ from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
-from paceline.launch.several_nodes.node_messages import EndNode, EndPart, NodeLeft, PartEnded, StartPart, as_message
+from paceline.launch.several_nodes.node_messages import (
+    EndNode,
+    EndPart,
+    NodeLeaves,
+    NodeLeft,
+    PartEnded,
+    StartPart,
+    as_message,
+)
+from paceline.nodes.finding import format_nodes
+from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
 
 SILENCE_WARNING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_FIRST_REPORT_SECONDS, _MAX_REPORT_SECONDS = 5.0, 60.0
+_LOOPBACK = "127.0.0.1"
 _END_SECONDS = 90.0  # from the order to end a part to its end; an agent may wait twice for 30 s for its processes
 
 
@@ -36,11 +49,22 @@ class Member:
     link: NodeLink
 
 
+class Admission(Protocol):
+    """The admission of nodes that come while the run lasts, to free places."""
+
+    def take(self) -> Mapping[int, Member]:
+        """Return the nodes that were admitted since the last call, by their number."""
+
+    def vacate(self, channel: LineChannel) -> None:
+        """Free the place of the node with this channel."""
+
+
 class NodeGroup:
     """The nodes of a run. The head is node 0, and each node has `ranks_per_node` ranks, in the order of the nodes.
 
-    `gather(lost, is_stopped)` waits for nodes that take the places of lost ones, unless `is_stopped()` becomes true. It
-    returns the new members, perhaps more than were lost until now, and, if some did not come, why.
+    `node_counts` has the numbers of nodes with which the run may train, the largest first. An attempt runs on the first
+    nodes that are there, and the others wait. The head keeps `interface_address` for rank 0, or, if it is empty, the
+    address that the members reach. The group waits for another node up to `max_restarts` times.
     """
 
     def __init__(
@@ -48,29 +72,40 @@ class NodeGroup:
         members: Mapping[int, Member],
         *,
         own_host: str,
-        own_address: str,
+        interface_address: str,
         ranks_per_node: int,
+        node_counts: Sequence[int],
         settings: Nodes,
-        gather: Callable[[Sequence[int], Callable[[], bool]], tuple[Mapping[int, Member], str]],
+        max_restarts: int,
+        admission: Admission,
     ) -> None:
         self.settings = settings
+        self.max_restarts = max_restarts
+        self.ranks_per_node = ranks_per_node
         self._members = dict(members)
         self._hosts = {0: own_host, **{node: member.host for node, member in members.items()}}
-        self._own_address = own_address
-        self._ranks_per_node = ranks_per_node
-        self._gather = gather
+        self._interface_address = interface_address
+        self._node_counts = tuple(node_counts)
+        self._admission = admission
         self._attempt = 0
         self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
         self._results: dict[int, PartResult] = {}  # of the current attempt
-        self._lost: list[int] = []
+        self._leaving: set[int] = set()  # nodes that were asked to stop while the others continue
+        self._lost: list[int] = []  # nodes in whose places others may come before the next attempt
         self._has_unfinished_loss = False  # whether a node was lost before it ended its part of this attempt
         self._farewells: dict[int, str] = {}  # why nodes left, by their own words
         self._silent: set[int] = set()  # nodes of whose silence the screen says something
+        self._active = self._choose_nodes()  # the nodes of the current attempt, the head first
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, with the head."""
-        return len(self._hosts)
+        """The number of nodes of the current attempt, with the head."""
+        return len(self._active)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the current attempt."""
+        return len(self._active) * self.ranks_per_node
 
     def start_attempt(
         self, run: RunFolder, attempt: int, request: Mapping[str, Any], *, exact: bool
@@ -84,21 +119,27 @@ class NodeGroup:
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         if self._reservation is not None:
             self._reservation.close()
-        self._reservation = reserve_port(self._own_address)  # until the next attempt
+        address = self._own_address()
+        self._reservation = reserve_port(address)  # until the next attempt
         port = int(self._reservation.getsockname()[1])
-        part = AttemptPart(ranks=self._ranks(0), address=self._own_address, port=port, own_address=self._own_address)
+        part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
-        for node, member in self._members.items():
+        for node in self._running_nodes():
             start = StartPart(
                 attempt=attempt,
                 first_rank=self._ranks(node).start,
-                address=self._own_address,
+                address=address,
                 port=port,
                 exact=exact,
                 request=dict(request),
             )
-            member.link.send(as_message(start))
+            self._members[node].link.send(as_message(start))
         return part, path
+
+    def _own_address(self) -> str:
+        """Return the address at which rank 0 listens."""
+        links = [self._members[node].link for node in self._active if node in self._members]
+        return self._interface_address or (links[0].own_address if links else _LOOPBACK)
 
     def has_failed(self) -> bool:
         """Read what the members say, and return whether the attempt has failed on one of them, or one is lost."""
@@ -129,21 +170,49 @@ class NodeGroup:
             time.sleep(_POLL_SECONDS)
         return self._join(own)
 
-    def replace_lost(self, *, is_stopped: Callable[[], bool]) -> str:
-        """Wait for nodes that take the places of lost ones. Return why the run can't go on, or "" if it can."""
+    def pending_change(self, *, can_grow: bool) -> str:
+        """Return why the attempt should stop and continue on other nodes, or "". Without `can_grow`, none join it."""
+        leaving = sorted(self._leaving.intersection(self._active))
+        if leaving:
+            return f"{self._describe(leaving[0])} was asked to stop; saving, then continuing without it"
+        self._take_newcomers()
+        chosen = self._choose_nodes() if can_grow else self._active
+        if len(chosen) <= len(self._active) or not self._running_nodes_are_well():
+            return ""
+        new = next(node for node in chosen if node not in self._active)
+        return f"node {new} ({self._hosts[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
+
+    def gather(self, *, is_stopped: Callable[[], bool]) -> str:
+        """Choose the nodes of the next attempt. Return why the run can't go on, or "" if it can.
+
+        If a node was lost, another one may come for `nodes.last_call` seconds. If there are too few nodes, the wait
+        lasts `nodes.wait` seconds.
+        """
+        start_time, report_seconds = time.monotonic(), _FIRST_REPORT_SECONDS
         while True:
             for node, member in list(self._members.items()):  # a second one may be lost during the wait for the first
                 self._watch_silence(node, member)
-            if not self._lost:
+            self._take_newcomers()
+            chosen, seconds = self._choose_nodes(), time.monotonic() - start_time
+            is_full = len(chosen) == self._node_counts[0]
+            is_called = not self._lost or seconds >= self.settings.last_call
+            if is_full or (chosen and is_called):
+                self._lost.clear()
+                self._report_size(chosen)
+                self._active = chosen
                 return ""
-            if not self.settings.restarts:  # another failure came first, and is to be restarted
-                return f"{self._describe(self._lost[0])} is gone, too (nodes.restarts is 0)."
-            came, problem = self._gather(sorted(self._lost), is_stopped)
-            for node, member in came.items():
-                self._members[node], self._hosts[node] = member, member.host
-            self._lost = [node for node in self._lost if node not in came]
-            if problem:
-                return problem
+            missing = self._describe_missing()
+            if self._lost and not self.max_restarts:  # another failure came first, and is to be restarted
+                return f"{missing} is gone, too (nodes.restarts is 0)."
+            if is_stopped():
+                return "a stop was requested."
+            if seconds > self.settings.wait:
+                return f"{missing} did not come within {self.settings.wait:.0f} s."
+            if seconds > report_seconds:
+                report_seconds += min(report_seconds, _MAX_REPORT_SECONDS)
+                limit = self.settings.last_call if chosen else self.settings.wait
+                print_line(f"waiting for {missing}, for {limit - seconds:.0f} s more", sys.stderr)
+            time.sleep(_POLL_SECONDS)
 
     def end(self, code: int, text: str) -> None:
         """End all members with the exit code of the run."""
@@ -154,11 +223,46 @@ class NodeGroup:
         if self._reservation is not None:
             self._reservation.close()
 
+    def _choose_nodes(self) -> list[int]:
+        """Return the nodes that can run an attempt, the head first; none if there are too few."""
+        present = [0, *sorted(node for node in self._members if node not in self._leaving)]
+        count = next((count for count in self._node_counts if count <= len(present)), 0)
+        return present[:count]
+
+    def _take_newcomers(self) -> None:
+        for node, member in self._admission.take().items():
+            if node in self._members:  # it came again before its loss was seen
+                self._lose(node, "another node took its place")
+            if node in self._lost:
+                self._lost.remove(node)
+            self._members[node], self._hosts[node] = member, member.host
+
+    def _running_nodes_are_well(self) -> bool:
+        """Return whether no node of the attempt has ended its part, or is silent."""
+        return not self._results and not self._silent.intersection(self._active)
+
+    def _report_size(self, chosen: Sequence[int]) -> None:
+        """Say on how many nodes the run continues, if that changes."""
+        if len(chosen) != len(self._active):
+            largest = self._node_counts[0]
+            ranks = plural(len(chosen) * self.ranks_per_node, "rank")
+            print_line(f"continuing on {len(chosen)} of {plural(largest, 'node')}, with {ranks}", sys.stderr)
+
+    def _describe_missing(self) -> str:
+        """Return the lost nodes or, if others left, how many nodes are too few."""
+        if len(self._lost) == 1 and not self.max_restarts:
+            return self._describe(self._lost[0])
+        least = self._node_counts[-1]
+        if self._lost and len(self._node_counts) == 1:
+            return format_nodes(sorted(self._lost))
+        return f"another node ({len(self._members) + 1} of at least {least} are here)"
+
     def _ranks(self, node: int) -> range:
-        return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)
+        first = self._active.index(node) * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
 
     def _running_nodes(self) -> list[int]:
-        return [node for node in self._members if node not in self._results]
+        return [node for node in self._active if node and node in self._members and node not in self._results]
 
     def _send_all(self, message: msgspec.Struct) -> None:
         for member in self._members.values():
@@ -167,8 +271,10 @@ class NodeGroup:
     def _record(self, node: int, message: Any) -> None:
         """Record the end of a member's part, or why it leaves. Ends of earlier attempts are left out."""
         with suppress(msgspec.ValidationError, TypeError):
-            ended = msgspec.convert(message, PartEnded | NodeLeft)
-            if isinstance(ended, NodeLeft):
+            ended = msgspec.convert(message, PartEnded | NodeLeaves | NodeLeft)
+            if isinstance(ended, NodeLeaves):
+                self._leaving.add(node)
+            elif isinstance(ended, NodeLeft):
                 self._farewells[node] = ended.reason
             elif ended.attempt == self._attempt:
                 failure = ended.read_failure(host=self._hosts[node])
@@ -198,9 +304,13 @@ class NodeGroup:
         member = self._members.pop(node)
         silence_ns = int(member.link.silence_seconds * 1e9)
         member.link.close()
+        self._admission.vacate(member.link.channel)
         self._silent.discard(node)
-        self._lost.append(node)
-        if node in self._results:
+        if node in self._leaving:
+            self._leaving.discard(node)
+        elif node in self._active:
+            self._lost.append(node)
+        if node in self._results or node not in self._active:
             return
         self._has_unfinished_loss = True
         message = f"{self._describe(node)} is gone: {reason}"
@@ -219,8 +329,8 @@ class NodeGroup:
         )
 
     def _describe(self, node: int) -> str:
-        ranks = describe_ranks(node, ranks_per_node=self._ranks_per_node)
-        return f"node {node} ({self._hosts[node]}, {ranks})"
+        ranks = f", {describe_ranks(self._ranks(node))}" if node in self._active else ""
+        return f"node {node} ({self._hosts[node]}{ranks})"
 
     def _join(self, own: PartResult) -> PartResult:
         """Return the result of the attempt from those of its parts."""
@@ -237,7 +347,6 @@ class NodeGroup:
         return PartResult(exit_code=code, failure=first, progress=progress)
 
 
-def describe_ranks(node: int, *, ranks_per_node: int) -> str:
+def describe_ranks(ranks: range) -> str:
     """Return the ranks of a node, such as "ranks 8-15"."""
-    first = node * ranks_per_node
-    return f"rank {first}" if ranks_per_node == 1 else f"ranks {first}-{first + ranks_per_node - 1}"
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start}-{ranks.stop - 1}"

@@ -39,6 +39,10 @@ class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="en
     """Whether the head has only given this node up, so that it may come again."""
 
 
+class NodeLeaves(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="leaves"):
+    """A message from a member: it was asked to stop, and the others may continue without it."""
+
+
 class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="left"):
     """A message from a member: it ends, and why."""
 

@@ -1,0 +1,132 @@
+"""The admission of nodes to a run: the head examines each node that comes, before the start and while the run lasts."""
+
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from paceline.config.settings import Nodes
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, MachineError, PacelineError, Problems, UsageError, list_problems
+from paceline.launch.several_nodes.node_group import Member
+from paceline.nodes.examination import RUN, examine_seats
+from paceline.nodes.finding import Finding
+from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.machine_facts import MachineFacts
+from paceline.nodes.node_link import NodeLink
+from paceline.nodes.node_meeting import Arrival, Reception, end_member
+from paceline.nodes.node_place import NodePlace
+
+_POLL_SECONDS = 0.2
+
+
+class NodeAdmission:
+    """The admission by the head, whose own facts are `facts`.
+
+    `admit_first` admits the nodes with which the run starts. After `open_again`, a thread examines the nodes that come
+    later, while the run lasts, and `take` returns those that may take part.
+    """
+
+    def __init__(
+        self, listener: socket.socket, place: NodePlace, facts: MachineFacts, *, run_folder: Path, settings: Nodes
+    ) -> None:
+        self._reception = Reception(listener, place)
+        self._place = place
+        self._facts = facts
+        self._run_folder = run_folder
+        self._settings = settings
+        self._newcomers: SimpleQueue[dict[int, Member]] = SimpleQueue()
+        self._closed = threading.Event()
+
+    def admit_first(self) -> dict[int, Member]:
+        """Wait for the nodes, and return them by their number.
+
+        Raises:
+            MachineError, UsageError: a node did not come, or the nodes can't train together. Then all are ended.
+        """
+        seats, findings = self._reception.wait(
+            wait_seconds=self._settings.wait, report=print_meeting_line, last_call_seconds=self._settings.last_call
+        )
+        return self._admit(seats, findings)
+
+    def open_again(self) -> None:
+        """Admit further nodes from now on, if there is a place for them."""
+        self._reception.open_again()
+        threading.Thread(target=self._admit_newcomers, name="paceline-admission", daemon=True).start()
+
+    def take(self) -> dict[int, Member]:
+        """Return the nodes that were admitted since the last call, by their number."""
+        members: dict[int, Member] = {}
+        with suppress(Empty):
+            while True:
+                members |= self._newcomers.get_nowait()
+        return members
+
+    def vacate(self, channel: LineChannel) -> None:
+        """Free the place of the node with this channel, which is lost."""
+        self._reception.vacate(channel)
+
+    def close(self) -> None:
+        """Admit no more nodes."""
+        self._closed.set()
+        self._reception.close()
+
+    def _admit_newcomers(self) -> None:
+        while not self._closed.is_set():
+            seats, findings = self._reception.next_arrivals(seconds=_POLL_SECONDS)
+            for finding in findings:
+                print_meeting_line(f"sent away: {finding.what}" + (f" ({finding.hint})" if finding.hint else ""))
+            if seats:
+                try:
+                    self._newcomers.put(self._admit(seats))
+                except PacelineError as error:
+                    print_meeting_line(f"not admitted: {error_line(error)}")
+
+    def _admit(self, seats: Mapping[int, Arrival], findings: Sequence[Finding] = ()) -> dict[int, Member]:
+        """Examine nodes that have come, and return them as members of the run.
+
+        Raises:
+            MachineError, UsageError: they can't train with this node, or `findings` say so. They are ended.
+        """
+        examination = examine_seats(
+            seats,
+            self._facts,
+            findings=findings,
+            run_folder=self._run_folder,
+            num_nodes=self._place.num_nodes,
+        )
+        refusals = [finding for finding in examination.findings if finding.refusal_code]
+        if refusals:
+            error = _refusal_error(refusals)
+            text = f"node 0 refuses: {error_line(error)}"
+            for node, arrival in seats.items():
+                end_member(arrival.channel, node=node, exit_code=int(error.exit_code), text=text)
+                self._reception.vacate(arrival.channel)
+            raise error
+        for finding in examination.findings:
+            print_meeting_line(f"{'note' if finding.is_note else 'warning'}: {finding.what} ({finding.hint})")
+        for node, arrival in seats.items():
+            with suppress(OSError):  # the link then says that the node is lost
+                arrival.channel.send({"do": RUN, "node": node, "head": self._facts.host})
+        return {node: Member(host=seat.hello.host, link=NodeLink(seat.channel)) for node, seat in seats.items()}
+
+
+def _refusal_error(refusals: Sequence[Finding]) -> PacelineError:
+    """Return one error for all reasons why the nodes can't train together."""
+    kind = UsageError if all(finding.refusal_code == ExitCode.REFUSED for finding in refusals) else MachineError
+    errors = [kind(f"{finding.what}.", hint=finding.hint) for finding in refusals]
+    return errors[0] if len(errors) == 1 else Problems(errors)
+
+
+def error_line(error: PacelineError) -> str:
+    """Return an error, or several at once, on one line."""
+    problems = list_problems(error)
+    return "; ".join(problem.what + (f" To do: {problem.hint}" if problem.hint else "") for problem in problems)
+
+
+def print_meeting_line(line: str) -> None:
+    """Print a line about the meeting of the nodes."""
+    print_line(line, sys.stderr)
