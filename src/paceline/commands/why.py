@@ -25,7 +25,7 @@ from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
-from paceline.launch.failures.rank_position import RankPosition, observe_ranks
+from paceline.launch.failures.rank_position import RankPosition, observe_ranks, read_remote_positions
 from paceline.launch.failures.stack_dumps import process_state
 from paceline.launch.run_outcome import (
     STOPPED_AT_ONCE,
@@ -136,7 +136,7 @@ class Explanation:
             age = "" if has_ended else f", {position.silent_seconds:.1f} s ago"
             doing = f"in {position.line}" if has_ended else position.doing
             process = "" if has_ended else f" (PID {position.pid})"
-            lines.append(f"  rank {position.rank}{process}  step {position.step}{age}  {doing}")
+            lines.append(f"  {position.name}{process}  step {position.step}{age}  {doing}")
         num_hidden = len(self.positions) - _MAX_LINES
         return [*lines, *([f"  and {plural(num_hidden, 'more rank')}"] if num_hidden > 0 else [])]
 
@@ -266,11 +266,13 @@ def _explain_running(
             f"{folder.path} is running on {host}, and only that machine can see what its ranks are doing.",
             hint=f"ssh {host}, then the same command",
         )
-    positions = observe_ranks(attempt, ranks=_ranks_here(attempt))
+    remote = read_remote_positions(attempt)
+    positions = [*observe_ranks(attempt, ranks=_ranks_here(attempt)), *(remote or ())]
     request = json_or_none(attempt / "request.json")
     has_servers = isinstance(request, dict) and bool(request.get("servers"))  # whose workers do not wait for each other
     has_other_nodes = isinstance(request, dict) and request.get("local_ranks") != request.get("ranks")
-    watches_hangs = not has_servers and not has_other_nodes  # it would see only some of the ranks
+    sees_all_ranks = remote is not None or not has_other_nodes
+    watches_hangs = not has_servers and sees_all_ranks
     hang = find_hang(positions, step_seconds=step_seconds) if watches_hangs else None
     if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
         hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
@@ -283,7 +285,7 @@ def _explain_running(
         state="restarting" if have_ended else "running" if hang is None else "hanging",
         stopped_command=pid if pid not in (0, *(p.pid for p in positions)) and process_state(pid) == "T" else 0,
         step=max((position.step for position in positions), default=explanation.step),
-        positions=tuple(positions),
+        positions=tuple(sorted(positions, key=lambda position: position.rank)),
         hang=hang,
         notes=(f"The ranks have ended{reason}, and the command is about to restart them, or to end.",),
     )

@@ -275,6 +275,7 @@ def _run_attempt(
         silence_timeout=_silence_timeout(request),
         watches_hangs=not request.servers,
         sees_all_ranks=nodes is None,
+        remote_positions=tuple if nodes is None else nodes.silent_positions,
     )
     decide = partial(_decide, policy, supervisor)
     watch = _SaveWatch(request, decide=decide)

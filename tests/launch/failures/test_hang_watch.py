@@ -14,6 +14,7 @@ import pytest
 
 from paceline.launch.agent.shared_status import HeartbeatWriter
 from paceline.launch.failures.hang_watch import HangWatch, read_hangs
+from paceline.launch.failures.rank_observer import RankObserver
 from paceline.launch.failures.rank_position import RankPosition
 from paceline.launch.failures.stack_dumps import Frame, Stack
 
@@ -86,7 +87,7 @@ def test_the_time_of_a_step_is_measured(two: Ranks) -> None:
     for step in range(1, 5):
         two.beat(step)
         two.watch_for(0.3)
-    assert two.watch.median_step_seconds == pytest.approx(0.3, abs=0.15)
+    assert two.watch._observer.median_step_seconds == pytest.approx(0.3, abs=0.15)
 
 
 @pytest.mark.clock
@@ -108,7 +109,7 @@ def position(silent: float, *, file: str, state: str = "S") -> RankPosition:
 
 
 def test_a_new_activity_starts_the_count_again(tmp_path: Path) -> None:
-    watch = HangWatch(tmp_path)
+    watch = RankObserver(tmp_path)
     watch._silent_seconds[0] = 5.0
     slow, busy = "/x/torch/utils/data/dataloader.py", "/home/me/job.py"
     assert watch._stuck_seconds(position(5.0, file=slow), 0.25) == 5.0  # the first look: all of the silence
@@ -119,7 +120,7 @@ def test_a_new_activity_starts_the_count_again(tmp_path: Path) -> None:
 
 
 def test_a_compilation_is_not_counted(tmp_path: Path) -> None:
-    watch = HangWatch(tmp_path)
+    watch = RankObserver(tmp_path)
     watch._silent_seconds[0] = 1.25
     for _ in range(40):
         watch._silent_seconds[0] += 0.25
@@ -129,7 +130,7 @@ def test_a_compilation_is_not_counted(tmp_path: Path) -> None:
 
 def test_native_code_counts_since_the_page_was_written(tmp_path: Path) -> None:
     """The last page may show that the rank waited or read data, and the count does not start again."""
-    watch = HangWatch(tmp_path)
+    watch = RankObserver(tmp_path)
     watch._silent_seconds[0] = 2.0
     waiting = position(2.0, file="/x/torch/distributed/distributed_c10d.py")
     assert watch._stuck_seconds(waiting, 0.25) == 2.0
@@ -137,7 +138,7 @@ def test_native_code_counts_since_the_page_was_written(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_changes_between_locks_and_code_is_stuck(tmp_path: Path) -> None:
-    watch = HangWatch(tmp_path)
+    watch = RankObserver(tmp_path)
     watch._silent_seconds[0] = 1.0
     files = [threading.__file__, "/home/me/job.py"] * 4
     assert [watch._stuck_seconds(position(1.0, file=file), 0.25) for file in files][-1] == 2.75

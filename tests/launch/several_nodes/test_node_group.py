@@ -13,10 +13,18 @@ import pytest
 
 from paceline.config.settings import Nodes
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.failures.rank_position import RankPosition, read_remote_positions
 from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
 from paceline.launch.several_nodes.node_group import Member, NodeGroup
-from paceline.launch.several_nodes.node_messages import NodeLeaves, NodeLeft, PartEnded, as_message, part_ended
+from paceline.launch.several_nodes.node_messages import (
+    NodeLeaves,
+    NodeLeft,
+    PartEnded,
+    RankPositions,
+    as_message,
+    part_ended,
+)
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -346,3 +354,24 @@ def test_too_few_nodes_end_the_run_after_the_wait(tmp_path: Path) -> None:
     assert nodes.group.gather(is_stopped=lambda: False) == expected
     assert nodes.group.gather(is_stopped=lambda: True) == "a stop was requested."
     nodes.close()
+
+
+def test_what_silent_ranks_do_is_known_if_all_members_have_said_it(
+    nodes: Nodes3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+
+    def report(node: int, attempt: int = 1) -> RankPosition:
+        position = RankPosition(rank=2 * node, pid=7, state="S", step=4, silent_seconds=3.0, host=f"host{node}")
+        nodes.channels[node].send(as_message(RankPositions(attempt=attempt, positions=(position,))))
+        wait_until(lambda: (not nodes.group.has_failed() and node in nodes.group._positions) or attempt == 2)
+        return position
+
+    first = report(1)
+    report(2, attempt=2)  # of another attempt
+    assert nodes.group.silent_positions() is None
+    assert read_remote_positions(tmp_path / "logs/attempt-1") is None
+    both = [first, report(2)]
+    assert nodes.group.silent_positions() == both == read_remote_positions(tmp_path / "logs/attempt-1")
+    monkeypatch.setattr(node_group, "_POSITIONS_SECONDS", 0.0)  # as later, when the ranks train again
+    assert nodes.group.silent_positions() is None

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.hang_watch import HangWatch
 from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
 from paceline.launch.failures.oom_detection import oom_kill_count
+from paceline.launch.failures.rank_position import RankPosition
 from paceline.launch.failures.stack_dumps import (
     CRASH_SIGNALS,
     Stack,
@@ -89,6 +90,7 @@ class Supervisor:
         silence_timeout: float = DEFAULT_SECONDS,
         watches_hangs: bool = True,
         sees_all_ranks: bool = True,
+        remote_positions: Callable[[], Sequence[RankPosition] | None] = tuple,
     ) -> None:
         self._forkserver = forkserver
         self._request = request
@@ -96,7 +98,8 @@ class Supervisor:
         self._stop_requests = stop_requests
         self._saves_checkpoints = saves_checkpoints
         self._silence_timeout = silence_timeout
-        self._watches_hangs = watches_hangs and sees_all_ranks
+        self._watches_hangs = watches_hangs
+        self._remote_positions = remote_positions
         self._sees_all_ranks = sees_all_ranks
         self._stop_time: float | None = None
         self._next_message_time = 0.0
@@ -115,7 +118,8 @@ class Supervisor:
         if self._saves_checkpoints:
             folder, seconds = self._attempt.folder, self._silence_timeout
             self._watcher = SilenceWatcher(folder, status_fd=self._forkserver.status_fd, seconds=seconds)
-            self._hang_watch = HangWatch(folder, status_fd=self._status_fd) if self._watches_hangs else None
+            if self._watches_hangs:
+                self._hang_watch = HangWatch(folder, status_fd=self._status_fd, remote=self._remote_positions)
         self._stop_requests.on_request = self._on_stop_request
         if self._num_stop_requests > int(self._saves_checkpoints):  # they came before `on_request` was set
             self._kill()
@@ -145,6 +149,11 @@ class Supervisor:
         """
         self._is_ended_from_outside = True
         self._kill()
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The processes of the ranks that run, by rank."""
+        return self._attempt.pids
 
     @property
     def _status_fd(self) -> int:

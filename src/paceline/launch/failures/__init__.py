@@ -11,6 +11,8 @@ Start with `first_failure.py`.
   was hit.
 - `peer_machines.py`: The machines of the other ranks: with them, an error of gloo, which has the address of a peer,
   names its host.
+- `rank_observer.py`: The observation of the ranks of one machine: how long each of them is silent, and stuck in one
+  activity.
 - `rank_position.py`: The position of a rank: its step, its process, its stack and its last exchange with other ranks.
 - `single_reporter.py`: Choice of the rank that reports a failure under another launcher: the first failing rank on each
   machine.

@@ -63,20 +63,22 @@ class Hang:
     @property
     def hint(self) -> str:
         """The command to type, or the thing to do."""
+        place = f"on {self.ranks[0].host}: " if self.ranks[0].host else ""
         if self.kind == "stopped":
-            return f"kill -CONT {' '.join(str(position.pid) for position in self.ranks)}"
+            here = [position for position in self.ranks if position.host == self.ranks[0].host]
+            return f"{place}kill -CONT {' '.join(str(position.pid) for position in here)}"
         if self.kind == "mismatch":
             return "run the same code on every rank, and only print or write on one"
         if self.kind == "connection":
             return "check the connection between these ranks, and their GPUs"
         if self.kind == "disk":
-            return "df and dmesg show whether the disk responds"
+            return f"{place}df and dmesg show whether the disk responds"
         if self.kind == "native":
-            return f"py-spy dump --native --pid {self.ranks[0].pid} shows the C code"
+            return f"{place}py-spy dump --native --pid {self.ranks[0].pid} shows the C code"
         if self.kind == "data":
             workers = "" if self.ranks[0].stack.user_frames else "; --data.workers 0 reads it in the rank itself"
             return f"read the sample in a script{workers}"
-        return f"look at that line; py-spy dump --pid {self.ranks[0].pid} (pip install py-spy) shows all threads"
+        return f"look at that line; {place}py-spy dump --pid {self.ranks[0].pid} (pip install py-spy) shows all threads"
 
     @property
     def message(self) -> str:
@@ -88,7 +90,7 @@ class Hang:
         else:
             names = _rank_names(self.ranks)
             head = f"{names} {_is_or_are(self.ranks)} holding up step {step}, for {self.seconds:.1f} s{usual}"
-        lines = [f"  rank {position.rank} {position.doing}" for position in self.ranks[:_MAX_NAMED]]
+        lines = [f"  {position.name} {position.doing}" for position in self.ranks[:_MAX_NAMED]]
         lines[0] += self.details
         if self.waiting:
             operations = sorted({position.operation for position in self.waiting if position.operation})

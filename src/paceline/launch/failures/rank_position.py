@@ -4,17 +4,22 @@ The supervisor and `paceline why` observe it from the rank's pages in the attemp
 """
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.launch.agent.rank_activity import INTERVAL_SECONDS, read_rank_activity
 from paceline.launch.agent.shared_status import FINISHED_PHASE, read_heartbeat
 from paceline.launch.failures.stack_dumps import Frame, Stack, process_state
 from paceline.user_code import is_user_file
 
 _UNWRITTEN_SECONDS = 4 * INTERVAL_SECONDS  # after this time without a new page, native code holds the GIL
+_REMOTE, _MAX_AGE_SECONDS = "remote-positions.json", 3.0
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGER_FILES, _DEBUGGER_FOLDERS = frozenset({"pdb.py", "bdb.py"}), ("/debugpy/", "/pydevd", "/remote_pdb")
 _LOCK_FILES = frozenset({"threading.py", "queue.py", "synchronize.py"})  # of Python's standard library
@@ -57,6 +62,13 @@ class RankPosition:
     last_operation: str = ""
     unfinished: tuple[str, ...] = ()
     """The collectives that have not completed, as torch's flight recorder describes them."""
+    host: str = ""
+    """The machine on which it runs, if that is another one."""
+
+    @property
+    def name(self) -> str:
+        """The rank, with its machine if that is another one, such as "rank 3 on host2"."""
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
     @property
     def has_ended(self) -> bool:
@@ -175,7 +187,8 @@ class RankPosition:
     def as_json(self) -> dict[str, Any]:
         """Return the position under the keys of `why --json`."""
         return {
-            "rank": self.rank, "pid": self.pid, "step": self.step, "seconds": round(self.silent_seconds, 3),
+            "rank": self.rank, "host": self.host, "pid": self.pid,
+            "step": self.step, "seconds": round(self.silent_seconds, 3),
             "state": self.state, "phase": self.phase, "doing": self.doing, "line": self.line,
             "operation": self.operation, "num_operations": self.num_operations, "unfinished": list(self.unfinished),
         }  # fmt: skip
@@ -221,3 +234,18 @@ def observe_ranks(folder: Path, *, ranks: Container[int]) -> list[RankPosition]:
     names = [path.name.removeprefix("activity-") for path in folder.glob("activity-*")]
     numbers = sorted(int(name) for name in names if name.isdecimal())
     return [observe_rank(folder, rank) for rank in numbers if rank in ranks]
+
+
+def write_remote_positions(folder: Path, positions: Sequence[RankPosition]) -> None:
+    """Write what the ranks of other machines do to the attempt folder, for `paceline why`; not if the disk is full."""
+    with suppress(OSError):
+        write_json(folder / _REMOTE, {"time": time.time(), "positions": msgspec.to_builtins(positions)})
+
+
+def read_remote_positions(folder: Path) -> list[RankPosition] | None:
+    """Return what the ranks of other machines do now, or None if that is not known, as while all of them train."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        content = read_json(folder / _REMOTE)
+        if time.time() - content["time"] < _MAX_AGE_SECONDS:
+            return msgspec.convert(content["positions"], list[RankPosition])
+    return None

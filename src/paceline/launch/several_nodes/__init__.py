@@ -13,4 +13,6 @@ Start with `node_group.py`.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
+- `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
+  others wait for.
 """

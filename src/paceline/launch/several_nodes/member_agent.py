@@ -32,6 +32,7 @@ from paceline.launch.several_nodes.node_messages import (
     as_message,
     part_ended,
 )
+from paceline.launch.several_nodes.position_report import PositionReport
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -179,9 +180,11 @@ class MemberAgent:
             request=path,
             ranks=ranks,
             stop_requests=self._stop_requests,
+            watches_hangs=False,  # the head does
             sees_all_ranks=False,
         )
-        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt, path.parent))
+        report = PositionReport(self._link, attempt=start.attempt, folder=path.parent)
+        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt, path.parent, report))
         return code, failure, read_progress(path.parent, ranks)
 
     def _own_address(self) -> str:
@@ -200,11 +203,14 @@ class MemberAgent:
         with suppress(OSError):
             write_json(path, asdict(failure))
 
-    def _head_watch(self, supervisor: Supervisor, attempt: int, folder: Path) -> Callable[[], None]:
+    def _head_watch(
+        self, supervisor: Supervisor, attempt: int, folder: Path, report: PositionReport
+    ) -> Callable[[], None]:
         """Return the function that carries out, during an attempt, what the head asks for."""
 
         def watch() -> None:
             self._say_that_it_leaves()
+            report.send_if_silent(supervisor.pids)
             is_over = bool(self._link.loss)
             while (message := self._next_message()) is not None:
                 if isinstance(message, EndPart) and message.attempt == attempt:

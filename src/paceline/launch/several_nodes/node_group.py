@@ -17,6 +17,7 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.failures.first_failure import exit_code, first_failure
+from paceline.launch.failures.rank_position import RankPosition, write_remote_positions
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
@@ -26,6 +27,7 @@ from paceline.launch.several_nodes.node_messages import (
     NodeLeaves,
     NodeLeft,
     PartEnded,
+    RankPositions,
     StartPart,
     as_message,
 )
@@ -37,6 +39,7 @@ from paceline.run_folder.run_folder import RunFolder
 SILENCE_WARNING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _FIRST_REPORT_SECONDS, _MAX_REPORT_SECONDS = 5.0, 60.0
+_POSITIONS_SECONDS = 1.5  # a member with a silent rank says four times a second what its ranks do
 _LOOPBACK = "127.0.0.1"
 _END_SECONDS = 90.0  # from the order to end a part to its end; an agent may wait twice for 30 s for its processes
 
@@ -88,8 +91,10 @@ class NodeGroup:
         self._node_counts = tuple(node_counts)
         self._admission = admission
         self._attempt = 0
+        self._folder: Path | None = None  # of the current attempt
         self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
         self._results: dict[int, PartResult] = {}  # of the current attempt
+        self._positions: dict[int, tuple[float, tuple[RankPosition, ...]]] = {}  # with the time of their arrival
         self._leaving: set[int] = set()  # nodes that were asked to stop while the others continue
         self._lost: list[int] = []  # nodes in whose places others may come before the next attempt
         self._has_unfinished_loss = False  # whether a node was lost before it ended its part of this attempt
@@ -117,6 +122,8 @@ class NodeGroup:
             UsageError: the folder of the attempt can't be written.
         """
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
+        self._positions.clear()
+        self._folder = run.attempt_folder(attempt)
         if self._reservation is not None:
             self._reservation.close()
         address = self._own_address()
@@ -151,6 +158,17 @@ class NodeGroup:
                 self._watch_silence(node, member)
         codes = {result.exit_code for result in self._results.values()}
         return bool(codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)}) or self._has_unfinished_loss
+
+    def silent_positions(self) -> list[RankPosition] | None:
+        """Return what the ranks of the members do; None if a member has said nothing new, because its ranks train."""
+        oldest = time.monotonic() - _POSITIONS_SECONDS
+        reports = [self._positions.get(node, (0.0, ())) for node in self._running_nodes()]
+        if any(arrival < oldest for arrival, _ in reports):
+            return None
+        positions = [position for _, reported in reports for position in reported]
+        if self._folder is not None:
+            write_remote_positions(self._folder, positions)
+        return positions
 
     def finish_attempt(self, own: PartResult, *, is_abandoned: Callable[[], bool]) -> PartResult:
         """Wait until all parts have ended, and return the result of the attempt.
@@ -271,9 +289,12 @@ class NodeGroup:
     def _record(self, node: int, message: Any) -> None:
         """Record the end of a member's part, or why it leaves. Ends of earlier attempts are left out."""
         with suppress(msgspec.ValidationError, TypeError):
-            ended = msgspec.convert(message, PartEnded | NodeLeaves | NodeLeft)
+            ended = msgspec.convert(message, PartEnded | NodeLeaves | NodeLeft | RankPositions)
             if isinstance(ended, NodeLeaves):
                 self._leaving.add(node)
+            elif isinstance(ended, RankPositions):
+                if ended.attempt == self._attempt:
+                    self._positions[node] = time.monotonic(), ended.positions
             elif isinstance(ended, NodeLeft):
                 self._farewells[node] = ended.reason
             elif ended.attempt == self._attempt:

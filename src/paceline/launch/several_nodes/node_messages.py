@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.rank_position import RankPosition
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress
 
 
@@ -41,6 +42,13 @@ class EndNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="en
 
 class NodeLeaves(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="leaves"):
     """A message from a member: it was asked to stop, and the others may continue without it."""
+
+
+class RankPositions(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="positions"):
+    """A message from a member: what its ranks do, because one of them has sent no heartbeat for a while."""
+
+    attempt: int
+    positions: tuple[RankPosition, ...]
 
 
 class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="left"):
