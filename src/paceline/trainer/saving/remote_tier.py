@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, list_checkpoints, parse_step, resolve_mark
+from paceline.checkpoint.files.remote_errors import RemoteError, remove_secrets
 from paceline.checkpoint.files.remote_folder import RemoteFolder
-from paceline.checkpoint.files.remote_store import RemoteError, remove_secrets
 from paceline.console.formatting import format_size, plural
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointUploaded, Event, Note, UploadFailed
