@@ -20,7 +20,9 @@ from paceline.checkpoint.files.remote_errors import RemoteError
 from paceline.checkpoint.files.remote_folder import RemoteFolder
 from paceline.checkpoint.files.remote_store import check_remote_url, open_remote_store
 from paceline.checkpoint.files.safetensors_io import TensorBytes
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
+from paceline.run_folder.run_folder import RunFolder
+from paceline.trainer.saving.remote_start import _connect
 from tests.checkpoint.test_damaged_checkpoints import STATE
 from tests.checkpoint.test_remote_folder import write_step
 from tests.checkpoint.write_checkpoint import save
@@ -169,14 +171,17 @@ def test_a_server_that_hangs_is_given_up(server: S3Server, monkeypatch: pytest.M
     ("url", "status", "body", "told", "is_temporary"),
     [
         ("az://box/a", 403, "<Error><Code>AuthenticationFailed</Code><Message>No.\nId:1</Message></Error>",
-         "AuthenticationFailed: No.\n", False),
+         "AuthenticationFailed: No.\n  where: az://box/a\n  likely cause: missing, wrong or expired credentials", False),
         ("az://box/a", 404, "<Error><Code>ContainerNotFound</Code><Message>x</Message></Error>",
          "the container az://box does not exist", False),
         ("abfs://box/a", 503, "<Error><Code>ServerBusy</Code><Message>Busy</Message></Error>", "ServerBusy: Busy", True),
         ("gs://box/a", 401, "<Error><Code>AuthenticationRequired</Code><Message>No</Message></Error>",
          "gcloud auth application-default login", False),
         ("gs://box/a", 429, "", "429", True),
-        ("s3://box/a", 301, "<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>", "AWS_REGION", False),
+        ("s3://box/a", 301, "<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>",
+         "export AWS_REGION=REGION, the region of the bucket", False),
+        ("s3://box/a", 400, "<Error><Code>AuthorizationHeaderMalformed</Code><Message>x</Message></Error>",
+         "export AWS_REGION=REGION, the region of the bucket", False),
         ("s3://box/a", 400, "<Error><Code>RequestTimeout</Code><Message>x</Message></Error>", "RequestTimeout", True),
         ("s3://box/a", 403, f"<Error><Code>No</Code><Message>m</Message><Key>AKIDEXAMPLE000 {SECRET}</Key></Error>",
          "No: m", False),
@@ -296,3 +301,23 @@ def test_a_folder_is_not_made_by_a_look_and_goes_with_the_parts_of_a_killed_uplo
     assert "checkpoints/step-00000010/c.safetensors#1" not in remote.store.list_files("")
     remote.prune(keep=1)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-00000020"]
+
+
+def test_a_secret_in_the_url_of_resume_is_refused_even_if_it_is_not_needed(tmp_path: Path) -> None:
+    write_step(tmp_path / "run" / "checkpoints", 10)
+    with pytest.raises(UsageError) as refused:
+        _connect("", "s3://user:topsecret@bucket/run", run=RunFolder(tmp_path / "run"), is_restart=False)
+    assert "topsecret" not in str(refused.value)
+
+
+def test_if_all_are_damaged_the_run_does_not_begin_at_its_first_step(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    connection = _connect(f"file://{tmp_path}/store", "", run=run, is_restart=False)
+    assert connection.source is None, "a new run"
+    assert connection.target is not None
+    connection.target.upload(write_step(tmp_path / "other", 4), on_bytes=lambda _: None)
+    (file,) = (tmp_path / "store").rglob("b.safetensors")
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints can be used"):
+        _connect(f"file://{tmp_path}/store", "", run=run, is_restart=False).download(tmp_path / "run" / "checkpoints")

@@ -31,7 +31,7 @@ _REQUEST = re.compile(r"Error performing ([A-Z]+ \S+) in ")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE, _MESSAGE = re.compile(r"<Code>(.*?)</Code>"), re.compile(r"<Message>(.*?)(?:\n|</Message>)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_DEEPEST_MESSAGE = re.compile(r'(?:message|error): "([^"]+)"')
+_SYSTEM_MESSAGE = re.compile(r'(?:message|error): "([^"]+)"')
 _METADATA = re.compile(r"//169\.254\.|//metadata\.google|/latest/api/token")  # has the credentials of a machine
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
@@ -114,10 +114,10 @@ def _plain(text: str) -> str:
     text, _, dump = text.partition("\n\nDebug source:")
     text = re.sub(r"^Generic \w+ error: ", "", text)
     request, _, code = _parse_answer(text)
-    message, deepest = _MESSAGE.search(text), _DEEPEST_MESSAGE.findall(dump)
+    message, system = _MESSAGE.search(text), _SYSTEM_MESSAGE.search(dump)
     if code:
         text = f"{code}: {message[1]}" if message else code
     elif request:
         outcome = text.rpartition(" - ")[2]
-        text = f"{request}: {deepest[-1] if deepest and 'HTTP error' in outcome else outcome}"
+        text = f"{request}: {system[1] if system and 'HTTP error' in outcome else outcome}"
     return " ".join(remove_secrets(text).split())[:300].rstrip(".: ")

@@ -282,7 +282,7 @@ class _CountingReader:
 
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
         self._file, self._on_bytes = file, on_bytes
-        self.seek, self.tell = file.seek, file.tell
+        self.seek = file.seek  # from its result obstore knows the size
 
     def read(self, size: int = -1) -> bytes:
         content = self._file.read(size)
