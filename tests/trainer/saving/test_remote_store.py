@@ -264,6 +264,8 @@ def test_google_storage_is_used_as_its_interface_that_is_like_s3(
     remote.store.remove(["large", "none"])
     assert "large" not in remote.store.list_files("")
     assert "the bucket gs://nobucket does not exist" in str(refused("gs://nobucket/a"))
+    with pytest.raises(RemoteError, match="gs://nobucket does not exist"):  # not: there is no such file
+        open_remote_store("gs://nobucket/a").read("run.json")
 
 
 def test_what_aws_configure_wrote_is_used(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
