@@ -18,7 +18,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[digits,hf,tensorboard,remote,test,lint]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[digits,hf,tensorboard,s3,test,lint]'
 	@touch $@
 
 demo: $(STAMP)

@@ -1,4 +1,4 @@
-"""A local S3 server in a process of its own, and a gate in front of it that a test can close or hold."""
+"""A local S3 server in a process of its own, and a gate in front of it that a test can close, hold or let fail."""
 
 import re
 import socket
@@ -30,7 +30,10 @@ server.serve_forever()
 
 
 class Gate:
-    """What passes bytes on to the server. Closed, it refuses connections. It can stop at a request for good."""
+    """What passes bytes on to the server. Closed, it refuses connections. It can stop at a request for good.
+
+    `num_failures` connections get the answer 503 before the next one is passed on.
+    """
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
@@ -39,6 +42,7 @@ class Gate:
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self.port = 0
+        self.num_failures = 0
         self.open()
 
     def open(self) -> None:
@@ -75,10 +79,21 @@ class Gate:
                 client, _ = listener.accept()
             except OSError:
                 return
+            if self.num_failures > 0:
+                self.num_failures -= 1
+                self._fail(client)
+                continue
             server = socket.create_connection(("127.0.0.1", self._server_port))
             self._connections += [client, server]
             for source, target in ((client, server), (server, client)):
                 threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _fail(self, client: socket.socket) -> None:
+        with client, suppress(OSError):
+            client.recv(1 << 16)
+            client.sendall(b"HTTP/1.1 503 Slow Down\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            client.recv(1 << 16)
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):

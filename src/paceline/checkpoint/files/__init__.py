@@ -10,8 +10,10 @@ Start with `checkpoint_folder.py`.
 - `manifest_schema.py`: The schema of a manifest: the required type of every part.
 - `memory_slots.py`: Slots: files in memory that a rank writes again and again, so that their memory is allocated only
   once.
+- `remote_errors.py`: The errors of remote stores: what obstore and the servers say, in a few words, and what to do
+  about it.
 - `remote_folder.py`: The checkpoints of one run in a remote store, in the format of those on disk.
-- `remote_store.py`: A remote store: files below an fsspec URL, such as s3://bucket/prefix.
+- `remote_store.py`: A remote store: files below a URL, such as s3://bucket/prefix.
 - `resharding_reader.py`: Resharding reads: tensors are stored as shards in several files, and a rank reads the shards
   that it needs.
 - `safetensors_io.py`: Tensors on disk in the safetensors format, each with its digest; nothing is pickled, and every

@@ -14,7 +14,8 @@ from pathlib import Path
 from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, check_checkpoint, mark_best, parse_step
 from paceline.checkpoint.files.manifest import MANIFEST, check_file_name, parse_file_entries, read_body
 from paceline.checkpoint.files.manifest_schema import parse_files
-from paceline.checkpoint.files.remote_store import RemoteError, RemoteStore
+from paceline.checkpoint.files.remote_errors import RemoteError
+from paceline.checkpoint.files.remote_store import RemoteStore
 from paceline.checkpoint.files.two_phase_commit import (
     commit_checkpoint,
     create_staging_folder,
@@ -208,7 +209,7 @@ class RemoteFolder:
         """Remove a checkpoint, the manifest first, so that no reader takes the rest for a checkpoint."""
         names = sorted(files, key=lambda file: file != MANIFEST)
         self.store.remove([self._name(name, file) for file in names])
-        self.store.remove_empty_folder(f"{CHECKPOINTS}/{name}")
+        self.store.remove_folder(f"{CHECKPOINTS}/{name}")
 
     def _damaged_error(self, step: str, file: str) -> RemoteError:
         url = self.step_url(step)

@@ -1,56 +1,46 @@
-"""A remote store: files below an fsspec URL, such as s3://bucket/prefix. Only this file uses fsspec, on first use.
+"""A remote store: files below a URL, such as s3://bucket/prefix. Only this file uses obstore, on first use.
 
-Credentials come from the environment or from the configuration of fsspec. They never occur in an error.
+Credentials come from the environment, and on S3 also from the files of `aws configure`. They never occur in an error.
 """
 
-import errno
 import hashlib
 import os
-import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from paceline.config.secret_settings import HIDDEN, holds_secret
+from paceline.checkpoint.files.remote_errors import (
+    STORE_KINDS,
+    RemoteError,
+    convert_store_error,
+    missing_bucket,
+    remove_secrets,
+)
 from paceline.config.settings import Settings
-from paceline.errors import MachineError, UsageError
+from paceline.errors import UsageError
 from paceline.plugins import resolve
 
 _SETTING = "checkpoint.remote"
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-_READ_ONLY = ("http", "https", "data", "zip", "tar", "git", "github")
-_S3 = ("s3", "s3a")
-_BUCKETS = ("s3", "s3a", "gs", "gcs")  # their URLs begin with the name of a bucket
-_WITH_FOLDERS = ("file", "local", "sftp", "ssh", "hdfs", "smb")
-_PART_BYTES = 16 << 20  # of an upload or download in parts
+_CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore", "file": "LocalStore"}
+_POSSIBLE = "s3://bucket/folder, gs://bucket/folder, az://container/folder or file:///folder"
+_PART_BYTES = 8 << 20  # of an upload or download in parts
 _MAX_PARTS, _PARALLEL_PARTS = 10_000, 4
-_BLOCK_BYTES = 8 << 20
 _MAX_TEXT_BYTES = 1 << 29
-_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 2, "mode": "standard"}}
-# Words in the names of exceptions: each store has classes of its own.
-_CREDENTIAL_ERRORS = re.compile(r"Credential|TokenRetrieval|SSOToken|UnauthorizedSSO|RefreshError|Forbidden")
-_NETWORK_ERRORS = re.compile(r"Connect|Timeout|HTTPClientError|Incomplete|ServerError|ResponseParser|Proxy|SSL|Payload")
-_BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))  # those of the answers 500 and 503
-_OWN_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_MIN_SECRET_LENGTH = 6
-
-
-class RemoteError(MachineError):
-    """A remote store can't be read or written. `is_temporary` is True if the same call may succeed later."""
-
-    def __init__(self, what: str, *, where: str = "", cause: str = "", hint: str = "", is_temporary: bool) -> None:
-        super().__init__(what, where=where, cause=cause, hint=hint)
-        self.is_temporary = is_temporary
-
-    @property
-    def start_error(self) -> UsageError | MachineError:
-        """The error with which a run does not start: a wrong setting, or a server that can't be reached now."""
-        kind = MachineError if self.is_temporary else UsageError
-        return kind(self.what, where=self.where, cause=self.cause, hint=self.hint)
+_CREDENTIAL_SECONDS = 300  # after which botocore is asked again, which renews those that expire
+# A part takes at most `timeout`. A server that refuses connections is given up after about 2 s.
+_CLIENT = {"allow_http": True, "connect_timeout": "5s", "timeout": "2min"}  # http: only if an address is set to one
+_RETRIES = {
+    "max_retries": 3,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
+}
 
 
 def remote_url(settings: Settings) -> str:
@@ -80,68 +70,37 @@ def check_remote_url(url: str, *, name: str = _SETTING) -> None:
     Raises:
         UsageError: it can't be used. The message names the setting or option `name`.
     """
-    protocol, separator, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     example = f"--{name} s3://bucket/folder"
     if not separator or "::" in url:
         is_path = url.startswith(("/", ".", "~"))
         hint = f"--{name} file://{Path(url).expanduser().absolute()}" if is_path else example
         raise UsageError(f"{name} {remove_secrets(url)} is not a URL.", hint=hint)
-    is_path = protocol in ("file", "local")
     plain = unquote(rest)
-    if "?" in plain or (not is_path and (set("@#;") & set(plain) or ":" in plain.partition("/")[0])):
+    if "?" in plain or (scheme != "file" and (set("@#;") & set(plain) or ":" in plain.partition("/")[0])):
+        if scheme == "abfs":
+            hint = f"--{name} az://container/folder, with the account in AZURE_STORAGE_ACCOUNT_NAME"
+        else:
+            hint = f"{example}, with the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         raise UsageError(
             f"{name} contains a user name, a password or a query.",
             cause="the URL is written to logs and to the run folder, where a secret could be read",
-            hint=f"{example}, with the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)",
+            hint=hint,
         )
-    if protocol == "memory":
-        raise UsageError(f"{name} {url} is the memory of one process, which ends with it.", hint=example)
-    if protocol in _READ_ONLY:
-        raise UsageError(f"{name} {url} can't be written: {protocol} is only for reading.", hint=example)
-    if protocol in ("file", "local") and not rest.startswith("/"):
+    if scheme not in STORE_KINDS:
+        raise UsageError(f"{name} {url}: there is no store of the kind {scheme}.", hint=f"--{name} {_POSSIBLE}")
+    if scheme == "file" and not rest.startswith("/"):
         raise UsageError(f"{name} {url} is not an absolute path.", hint=f"--{name} file://{Path(rest).absolute()}")
-    if protocol in _BUCKETS and not rest.strip("/"):
-        raise UsageError(f"{name} {url} names no bucket.", hint=example)
-    _check_packages(protocol, url=url, name=name)
-
-
-def _check_packages(protocol: str, *, url: str, name: str) -> None:
-    package = _PACKAGES.get(protocol)
-    missing = [module for module in ("fsspec", package) if module is not None and find_spec(module) is None]
-    if missing:
-        hint = "pip install 'paceline[remote]'" if package in (None, "s3fs") else f"pip install fsspec {package}"
-        raise UsageError(f"{name} {url} needs the package {missing[-1]}, which is not installed.", hint=hint)
-    known = {*resolve("fsspec.registry:known_implementations"), *resolve("fsspec.registry:registry")}
-    if protocol not in known:
-        hint = "--checkpoint.remote s3://bucket/folder, gs://bucket/folder or file:///folder"
-        raise UsageError(f"{name} {url}: fsspec knows no store {protocol}.", hint=hint)
-
-
-def remove_secrets(text: str) -> str:
-    """Return a message without the values of secrets in the environment, queries of URLs, and users in URLs."""
-    text = re.sub(r"\?[^\s\"'<>]+", "", text)
-    text = re.sub(r"//[^\s\"']+@", "//", text)
-    text = re.sub(r"\b(\w[\w+.-]*:/?)[^\s\"']+@", r"\1", text)  # a URL that lacks a slash
-    environment = {**os.environ, **_fsspec_options()}
-    secret_names = [name for name in environment if holds_secret([name]) or name.endswith(("_KEY_ID", ".key"))]
-    for value in sorted((environment[name] for name in secret_names), key=len, reverse=True):
-        if len(value) >= _MIN_SECRET_LENGTH:
-            text = text.replace(value, HIDDEN)
-    return text
-
-
-def _fsspec_options() -> dict[str, str]:
-    """Return the options of fsspec's configuration by name, such as `s3.secret`; empty if it is not installed."""
-    if find_spec("fsspec") is None:
-        return {}
-    options = resolve("fsspec.config:conf")
-    return {
-        f"{protocol}.{name}": value
-        for protocol, values in options.items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
-        if isinstance(value, str)
-    }
+    if not rest.strip("/"):
+        raise UsageError(f"{name} {url} names no {'folder' if scheme == 'file' else 'bucket'}.", hint=example)
+    if {"", ".", ".."} & set(rest.strip("/").split("/")):
+        raise UsageError(f"{name} {url} has a folder without a name, or named '.' or '..'.", hint=example)
+    if find_spec("obstore") is None:
+        what = f"{name} {url} needs the package obstore, which is not installed."
+        raise UsageError(what, hint="pip install 'paceline[s3]'")
+    if STORE_KINDS[scheme] == "s3" and _needs_aws_files() and find_spec("botocore") is None:
+        what = f"{name} {url} needs the package botocore, which reads what `aws configure` wrote."
+        raise UsageError(what, hint="pip install 'paceline[aws]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
 
 
 class RemoteStore:
@@ -150,83 +109,61 @@ class RemoteStore:
     Methods raise a `RemoteError` if the store can't be reached or used.
     """
 
-    def __init__(self, url: str, *, filesystem: Any, root: str) -> None:
+    def __init__(self, url: str, *, store: Any) -> None:
         self.url = url
-        self._fs = filesystem
-        self._root = root.rstrip("/")
-        self._protocol = url.partition("://")[0]
+        self._store = store
+        scheme, _, rest = url.partition("://")
+        self._kind, self._root = STORE_KINDS[scheme], rest.partition("/")[2]
 
     def check_access(self) -> None:
         """Write, read, list and remove a small file."""
         name, content = f".probe-{secrets.token_hex(6)}", b"paceline\n"
         self.write(name, content)
-        with self._convert_errors("read"):
-            is_same = self._fs.cat_file(self._path(name)) == content
-        if not is_same or name not in self.list_files(""):
-            raise self._error("read", "what was written is not there", is_temporary=False)
+        if self.read(name) != content or name not in self.list_files(""):
+            what = f"{self.url} can't be used: what was written is not there."
+            raise RemoteError(what, where=self.url, is_temporary=False)
         self.remove([name])
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Return the size of every file below a folder by its name in the folder; empty if there is no such folder."""
         top = self._path(folder)
         with self._convert_errors("listed"):
-            try:
-                found = self._fs.find(top, detail=True)
-            except FileNotFoundError as error:
-                if _is_missing_bucket(error):
-                    raise
-                return {}
-        prefix = self._fs._strip_protocol(top).rstrip("/") + "/"
-        return {
-            path.removeprefix(prefix): int(info["size"])
-            for path, info in found.items()
-            if info["type"] == "file" and path.startswith(prefix)
-        }
+            found = resolve("obstore:list")(self._store, top or None).collect()
+        return {file["path"].removeprefix(f"{top}/"): file["size"] for file in found}
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it does not exist, or is too large."""
-        with self._convert_errors("read"):
-            try:
-                size = self._fs.info(self._path(name))["size"]
-                return bytes(self._fs.cat_file(self._path(name))) if size <= _MAX_TEXT_BYTES else None
-            except FileNotFoundError as error:
-                if _is_missing_bucket(error):
-                    raise
-                return None
+        with suppress(FileNotFoundError), self._convert_errors("read"):
+            found = self._call("get", name)
+            return bytes(found.bytes()) if found.meta["size"] <= _MAX_TEXT_BYTES else None
+        return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file. On object stores a reader sees the old content or the new."""
+        """Write a small file. A reader sees the old content or the new."""
         with self._convert_errors("written"):
-            self._make_folder(name)
-            self._fs.pipe_file(self._path(name), content)
+            self._call("put", name, content)
 
     def remove(self, names: list[str]) -> None:
         """Remove files, in this order. Files that do not exist are ignored."""
-        with self._convert_errors("emptied"):
-            for name in names:
-                try:
-                    self._fs.rm_file(self._path(name))
-                except FileNotFoundError as error:
-                    if _is_missing_bucket(error):
-                        raise
+        for name in names:
+            with suppress(FileNotFoundError), self._convert_errors("emptied"):
+                self._call("delete", name)
 
-    def remove_empty_folder(self, name: str) -> None:
-        """Remove a folder without files, on stores that have folders."""
-        with self._convert_errors("emptied"), suppress(FileNotFoundError):
-            if self._protocol in _WITH_FOLDERS:
-                self._fs.rmdir(self._path(name))
+    def remove_folder(self, name: str) -> None:
+        """Remove what is left of a folder without files: on a disk itself, and parts of files, which are not listed."""
+        if self._kind == "file":
+            shutil.rmtree(f"/{self._path(name)}", ignore_errors=True)
 
     def upload(self, file: Path, name: str, *, on_bytes: Callable[[int], None]) -> None:
-        """Upload a file. `on_bytes` is called with the size of each part that has arrived.
+        """Upload a file. `on_bytes` is called with the size of each part that is sent.
 
         Raises:
             FileNotFoundError: the file was removed.
         """
-        size = file.stat().st_size
-        with self._convert_errors("written", file):
-            self._make_folder(name)
-            options = self._part_options(size)
-            self._fs.put_file(str(file), self._path(name), callback=_byte_counter(on_bytes), **options)
+        with file.open("rb") as source:
+            options = {"chunk_size": _part_bytes(file.stat().st_size), "max_concurrency": _PARALLEL_PARTS}
+            with self._convert_errors("written"):
+                self._call("put", name, _CountingReader(source, on_bytes), **options)
 
     def download(self, name: str, file: Path) -> None:
         """Download a file.
@@ -236,10 +173,12 @@ class RemoteStore:
             OSError: the disk is full, or can't be written.
         """
         with self._convert_errors("read"):
-            options = self._part_options(size=0)
-            self._fs.get_file(self._path(name), str(file), **options)
-        with file.open("rb+") as written:
-            os.fsync(written.fileno())
+            size = self._call("head", name)["size"]
+        with file.open("wb") as target:
+            for part in self._read_parts(name, size):
+                target.write(part)
+            target.flush()
+            os.fsync(target.fileno())
 
     def is_copy(self, file: Path, name: str, *, only_by_checksum: bool = False) -> bool:
         """Return whether a file in the store has the bytes of a local file.
@@ -250,149 +189,120 @@ class RemoteStore:
         Raises:
             FileNotFoundError: the local file was removed.
         """
-        size = file.stat().st_size
-        with self._convert_errors("read", file):
-            try:
-                info = self._fs.info(self._path(name))
-            except FileNotFoundError as error:
-                if _is_missing_bucket(error):
-                    raise
-                return False
-            if int(info["size"]) != size:
-                return False
-            if self._protocol in _S3 and str(info.get("ETag", "")).strip('"') == _etag(
-                file, **self._part_options(size)
-            ):
-                return True
-            return not only_by_checksum and self._has_equal_bytes(file, name)
+        size, found = file.stat().st_size, None
+        with suppress(FileNotFoundError), self._convert_errors("read"):
+            found = self._call("head", name)
+        if found is None or found["size"] != size:
+            return False
+        if self._kind == "s3" and str(found["e_tag"]).strip('"') == _etag(file):
+            return True
+        return not only_by_checksum and self._has_equal_bytes(file, name)
 
     def _has_equal_bytes(self, file: Path, name: str) -> bool:
-        with file.open("rb") as local, self._fs.open(self._path(name), "rb", block_size=_BLOCK_BYTES) as remote:
-            while block := local.read(_BLOCK_BYTES):
-                if remote.read(len(block)) != block:
-                    return False
-        return True
+        with file.open("rb") as local:
+            return all(local.read(len(part)) == part for part in self._read_parts(name, file.stat().st_size))
 
-    def _part_options(self, size: int) -> dict[str, int]:
-        """Return the options of an upload in parts; empty for a store that has none."""
-        if self._protocol not in _S3:
-            return {}
-        return {"chunksize": max(_PART_BYTES, -(-size // _MAX_PARTS)), "max_concurrency": _PARALLEL_PARTS}
+    def _read_parts(self, name: str, size: int) -> Iterator[memoryview]:
+        """Yield the bytes of a file in order. Several parts are fetched at a time."""
+        for start in range(0, size, _PARALLEL_PARTS * _PART_BYTES):
+            starts = range(start, min(size, start + _PARALLEL_PARTS * _PART_BYTES), _PART_BYTES)
+            lengths = [min(_PART_BYTES, size - start) for start in starts]
+            with self._convert_errors("read"):
+                parts = self._call("get_ranges", name, starts=list(starts), lengths=lengths, coalesce=0)
+            yield from (memoryview(part) for part in parts)
 
-    def _make_folder(self, name: str) -> None:
-        if self._protocol in _WITH_FOLDERS:
-            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+    def _call(self, function: str, name: str, *arguments: Any, **options: Any) -> Any:
+        return resolve(f"obstore:{function}")(self._store, self._path(name), *arguments, **options)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return "/".join(filter(None, (self._root, name)))
 
     @contextmanager
-    def _convert_errors(self, action: str, file: Path | None = None) -> Iterator[None]:
-        """Convert an error of the store. An error about the local `file`, or about a full local disk, stays."""
+    def _convert_errors(self, action: str) -> Iterator[None]:
+        """Convert an error of the store. That a file to be read or removed does not exist is not one."""
         try:
             yield
-        except RemoteError:
-            raise
-        except Exception as error:  # each store has exceptions of its own
-            if isinstance(error, FileNotFoundError) and file is not None and not file.exists():
+        except Exception as error:  # obstore raises errors of its own, ValueError and OSError
+            is_missing_file = isinstance(error, FileNotFoundError) and not missing_bucket(str(error))
+            if is_missing_file and action in ("read", "emptied"):
                 raise
-            if isinstance(error, FileNotFoundError) and action == "read" and not _is_missing_bucket(error):
-                raise
-            if isinstance(error, OSError) and error.errno in _OWN_DISK_ERRNOS and action == "read":
-                raise
-            converted = self._convert(action, error)
+            converted = convert_store_error(self.url, action, str(error))
         else:
             return
         raise converted  # outside the handler, so that the store's error, which may contain secrets, is not its context
 
-    def _convert(self, action: str, error: Exception) -> RemoteError:
-        kind, code = type(error).__name__, _error_code(error)
-        reason = remove_secrets(f"{code}: {error}" if code and code not in str(error) else str(error) or kind)
-        reason = " ".join(reason.split())[:300].rstrip(".")
-        if self._protocol in ("file", "local") and isinstance(error, OSError) and error.strerror:
-            path = self._root
-            return self._error(action, error.strerror, hint=f"ls -ld {path}, or another folder", is_temporary=False)
-        if _is_missing_bucket(error):
-            bucket = f"{self._protocol}://{self._root.partition('/')[0]}"
-            hint = f"aws s3 mb {bucket}, or another bucket" if self._protocol in _S3 else "create it, or another bucket"
-            return self._error(action, f"the bucket {bucket} does not exist", hint=hint, is_temporary=False)
-        if isinstance(error, PermissionError) or _CREDENTIAL_ERRORS.search(kind):
-            return self._error(
-                action, reason, cause="missing, wrong or expired credentials, or a missing permission",
-                hint=_CREDENTIAL_HINTS.get(self._protocol, "set the credentials of this store"), is_temporary=False,
-            )  # fmt: skip
-        is_busy = isinstance(error, OSError) and error.errno in _BUSY_ERRNOS
-        if is_busy or isinstance(error, ConnectionError | TimeoutError) or _NETWORK_ERRORS.search(kind):
-            return self._error(
-                action, reason, cause="the server is away or overloaded, or its address is wrong",
-                hint=f"check the network{_ENDPOINT_HINTS.get(self._protocol, '')}, then the same command",
-                is_temporary=True,
-            )  # fmt: skip
-        return self._error(action, f"{kind}: {reason}", is_temporary=False)
-
-    def _error(self, action: str, reason: str, *, cause: str = "", hint: str = "", is_temporary: bool) -> RemoteError:
-        what = f"{self.url} can't be {action}: {reason}."
-        return RemoteError(what, where=self.url, cause=cause, hint=hint, is_temporary=is_temporary)
-
-
-_S3_HINT = (
-    "aws configure, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; the key needs the permissions "
-    "s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject"
-)
-_GS_HINT = "gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
-_CREDENTIAL_HINTS = {"s3": _S3_HINT, "s3a": _S3_HINT, "gs": _GS_HINT, "gcs": _GS_HINT}
-_ENDPOINT_HINTS = {"s3": " and AWS_ENDPOINT_URL", "s3a": " and AWS_ENDPOINT_URL"}
-
 
 def open_remote_store(url: str) -> RemoteStore:
-    """Return the store at a URL, without a connection yet.
+    """Return the store at a URL that `check_remote_url` has accepted, without a connection yet.
 
     Raises:
         RemoteError: the store can't be opened.
     """
-    protocol = url.partition("://")[0]
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if protocol in _S3:
-        configured = resolve("fsspec.config:conf").get("s3", {}).get("config_kwargs", {})
-        options["config_kwargs"] = {**_S3_CONFIG, **configured}
     url = url.rstrip("/")
-    store = RemoteStore(url, filesystem=None, root=url.partition("://")[2])
-    with store._convert_errors("opened"):
-        filesystem, root = resolve("fsspec.core:url_to_fs")(url, **options)
-    return RemoteStore(url, filesystem=filesystem, root=root)
+    scheme, _, rest = url.partition("://")
+    kind, bucket = STORE_KINDS[scheme], rest.partition("/")[0]
+    with RemoteStore(url, store=None)._convert_errors("opened"):
+        make = resolve(f"obstore.store:{_CLASSES[kind]}")
+        if kind == "file":
+            return RemoteStore(url, store=make())
+        options = _s3_options() if kind == "s3" else {}
+        return RemoteStore(url, store=make(bucket, client_options=_CLIENT, retry_config=_RETRIES, **options))
 
 
-def _byte_counter(on_bytes: Callable[[int], None]) -> Any:
-    """Return an fsspec callback that calls `on_bytes` with the growth of the number of transferred bytes."""
-    counted = 0
-
-    def count(size: int | None, value: int, **_: Any) -> None:
-        nonlocal counted
-        on_bytes(value - counted)
-        counted = value
-
-    return resolve("fsspec.callbacks:Callback")(hooks={"count": count})
+def _needs_aws_files() -> bool:
+    """Return whether the credentials for S3 are in the files that `aws configure` writes."""
+    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    return "AWS_ACCESS_KEY_ID" not in os.environ and ("AWS_PROFILE" in os.environ or Path(file).expanduser().exists())
 
 
-def _etag(file: Path, *, chunksize: int, max_concurrency: int) -> str:
+def _s3_options() -> dict[str, Any]:
+    """Return options of an S3 store: the region and the credentials of `aws configure`, which obstore does not read."""
+    options: dict[str, Any] = {"disable_bulk_delete": True}  # not all servers have it, and files are removed in order
+    has_keys, has_region = "AWS_ACCESS_KEY_ID" in os.environ, {"AWS_REGION", "AWS_DEFAULT_REGION"} & set(os.environ)
+    if (has_keys and has_region) or find_spec("botocore") is None:
+        return options
+    session = resolve("botocore.session:get_session")()
+    if not has_region and (region := session.get_config_variable("region")):
+        options["region"] = region
+    if not has_keys and (credentials := session.get_credentials()):
+        options["credential_provider"] = partial(_read_credentials, credentials)
+    return options
+
+
+def _read_credentials(credentials: Any) -> dict[str, Any]:
+    """Return what botocore knows in the form that obstore wants."""
+    found = credentials.get_frozen_credentials()
+    until = datetime.now(UTC) + timedelta(seconds=_CREDENTIAL_SECONDS)
+    keys = {"access_key_id": found.access_key, "secret_access_key": found.secret_key, "token": found.token}
+    return {**keys, "expires_at": until}
+
+
+class _CountingReader:
+    """A file that reports how much of it was read."""
+
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        self._file, self._on_bytes = file, on_bytes
+        self.seek = file.seek  # from its result obstore knows the size
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(size)
+        self._on_bytes(len(content))
+        return content
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _etag(file: Path) -> str:
     """Return the ETag that S3 computes for a file: its MD5, or the MD5 of the MD5s of its parts and their number."""
-    has_parts = file.stat().st_size >= 2 * chunksize  # s3fs uploads a smaller file in one part
-    digests = []
+    size = file.stat().st_size
+    part_bytes = _part_bytes(size)
     with file.open("rb") as source:
-        while part := source.read(chunksize if has_parts else -1):
-            digests.append(hashlib.md5(part, usedforsecurity=False))
-    if has_parts:
-        joined = b"".join(digest.digest() for digest in digests)
-        return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(digests)}"
-    return digests[0].hexdigest() if digests else hashlib.md5(b"", usedforsecurity=False).hexdigest()
-
-
-def _error_code(error: BaseException) -> str:
-    """Return the code of an S3 error, such as NoSuchBucket; empty if the error has none."""
-    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
-    code = response.get("Error", {}).get("Code") if isinstance(response, Mapping) else None
-    return str(code) if code else ""
-
-
-def _is_missing_bucket(error: BaseException) -> bool:
-    return _error_code(error) == "NoSuchBucket" or "bucket does not exist" in str(error).lower()
+        parts = [
+            hashlib.md5(source.read(part_bytes), usedforsecurity=False) for _ in range(0, max(size, 1), part_bytes)
+        ]
+    if size <= part_bytes:
+        return parts[0].hexdigest()
+    joined = b"".join(part.digest() for part in parts)
+    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.checkpoint.files.checkpoint_folder import list_checkpoints, parse_step
+from paceline.checkpoint.files.remote_errors import RemoteError
 from paceline.checkpoint.files.remote_folder import CHECKPOINTS, RemoteFolder
 from paceline.checkpoint.files.remote_store import (
-    RemoteError,
     RemoteStore,
     check_remote_url,
     is_remote_url,

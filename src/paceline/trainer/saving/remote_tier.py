@@ -4,14 +4,15 @@ The thread has no queue. It compares the store with the checkpoints on disk: the
 checkpoint takes the place of one that still waits, and a restarted run uploads what an earlier attempt did not.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, list_checkpoints, parse_step, resolve_mark
+from paceline.checkpoint.files.remote_errors import RemoteError, remove_secrets
 from paceline.checkpoint.files.remote_folder import RemoteFolder
-from paceline.checkpoint.files.remote_store import RemoteError, remove_secrets
 from paceline.console.formatting import format_size, plural
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointUploaded, Event, Note, UploadFailed
@@ -50,6 +51,7 @@ class RemoteTier:
         """Start the thread. It uploads what is on disk already."""
         self._is_due = bool(list_checkpoints(self._checkpoints))
         self._thread.start()
+        atexit.register(self.close)
 
     def on_commit(self) -> None:
         """Notice that a checkpoint was committed or amended on disk. This returns at once."""
@@ -84,7 +86,11 @@ class RemoteTier:
         return is_uploaded
 
     def close(self) -> None:
-        """End the thread. An upload in progress is abandoned with the process."""
+        """End the thread, also in the middle of a file. Only a request that hangs is abandoned with the process.
+
+        If the interpreter ends while a thread is in obstore, the process may be aborted.
+        """
+        atexit.unregister(self.close)
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -95,7 +101,8 @@ class RemoteTier:
             try:
                 self._synchronize()
             except Exception as error:  # whatever it is, it must not end the run
-                self._on_failure(error)
+                if not self._is_closed:
+                    self._on_failure(error)
             else:
                 self._on_success()
             with self._condition:
@@ -156,6 +163,8 @@ class RemoteTier:
             self._damaged = path
 
     def _count(self, num_bytes: int) -> None:
+        if self._is_closed:
+            raise InterruptedError("the run has ended")
         self._sent_bytes += num_bytes
 
     def _on_success(self) -> None:
