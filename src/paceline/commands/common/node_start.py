@@ -89,7 +89,7 @@ class NodeStart:
         """Check that this machine has the interface `nodes.interface`.
 
         Raises:
-            UsageError: it has not. The other nodes are told.
+            UsageError: it does not. The other nodes end with the same error.
         """
         try:
             if self.settings.interface:
