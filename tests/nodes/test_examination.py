@@ -256,7 +256,7 @@ def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
 def test_who_is_missing_is_one_finding_and_who_was_sent_away_and_came_again_is_none(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 4)
     (what,) = said(nodes.examine(wait_seconds=0.1))
-    assert what == "3 nodes did not come within 0 s; here are the head"
+    assert what == "3 nodes did not come within 0 s; only the head is here"
     nodes = Nodes(tmp_path, 2)
     with socket.create_connection(nodes.address) as connection:
         connection.sendall(hello(9, host=socket.gethostname()))

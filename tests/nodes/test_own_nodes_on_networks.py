@@ -15,7 +15,9 @@ from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_node
 
 pytestmark = [
     pytest.mark.one_worker,
-    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root"),
+    pytest.mark.skipif(
+        not can_make_nodes(), reason="network namespaces need root: test_training_on_own_nodes.py uses loopback"
+    ),
 ]
 EXACT = ("--train.exact", "true", "--checkpoint.every", "1")
 

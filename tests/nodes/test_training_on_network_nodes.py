@@ -13,7 +13,7 @@ from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_node
 
 pytestmark = [
     pytest.mark.one_worker,
-    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root"),
+    pytest.mark.skipif(not can_make_nodes(), reason="network namespaces need root: tests/launch uses loopback"),
 ]
 
 

@@ -263,6 +263,6 @@ def test_a_run_on_fewer_ranks_is_told_the_line_that_works(shop: Shop) -> None:
     assert shop.train("run", ranks=3, steps=2).code == 0
     ended = shop.train("run", ranks=2, steps=4)
     assert ended.code == 2 and "this run was started with microbatches of 4" in ended.err, ended.text
-    assert "to do: --train.micro_batch_size 6 --allow micro_batch_size, or more --ranks" in ended.err, ended.text
+    assert "to do: --train.micro_batch_size 6 --allow micro_batch_size, or more ranks" in ended.err, ended.text
     ended = shop.train("run", "--train.micro_batch_size", "6", "--allow", "micro_batch_size", ranks=2, steps=4)
     assert ended.code == 0 and "done at step 4" in ended.text, ended.text

@@ -420,7 +420,7 @@ def _device(device_type: str, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise MachineError(
             f"this rank needs GPU {local_rank}, but this machine has {plural(torch.cuda.device_count(), 'GPU')}.",
-            hint="--device cpu, or fewer --ranks",
+            hint="--device cpu, or fewer ranks",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

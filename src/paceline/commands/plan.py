@@ -25,6 +25,7 @@ from paceline.commands.common.execution import (
     read_result,
 )
 from paceline.commands.common.hf_config_as_job import config_as_job
+from paceline.commands.common.nodes_like_this import NodesLikeThis, read_nodes_like_this
 from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
@@ -65,6 +66,12 @@ class PlanOptions:
     """An HTML page to write, with pictures of the layouts."""
     ranks: int | None = None
     """With --cluster here: number of processes on this machine."""
+    nodes: int | None = None
+    """Plan for N machines like this one, with `--link` between them. No layout is timed then."""
+    ranks_per_node: int | None = None
+    """With --nodes: number of processes on each machine; default: one per GPU, or 1."""
+    link: str | None = None
+    """With --nodes: the link between two machines: 20Mbit/s, eth-10g, or the file from `paceline doctor --json`."""
     device: str = "auto"
     """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
@@ -92,7 +99,8 @@ def plan_from_options(options: PlanOptions, settings: Sequence[str]) -> CommandO
         quiet=options.json,
     )
     return plan(
-        options.job, cluster=options.cluster, layouts=options.layouts, against=options.against, page=options.page,
+        options.job, cluster=options.cluster, nodes=options.nodes, ranks_per_node=options.ranks_per_node,
+        link=options.link, layouts=options.layouts, against=options.against, page=options.page,
         seconds=options.seconds, common=common, overrides=settings,
     )  # fmt: skip
 
@@ -101,6 +109,9 @@ def plan(
     job: str,
     *,
     cluster: str = "here",
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    link: str | None = None,
     layouts: Sequence[str] = (),
     against: str | Path | None = None,
     page: str | Path | None = None,
@@ -112,8 +123,9 @@ def plan(
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
     `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. For `here`, this machine is
-    benchmarked once, and layouts are timed for at most `seconds` (see `PlanOptions`). `layouts` replaces the search:
-    each is judged and compared with the first. `against` is a plan.json to compare with, `page` an HTML file to write.
+    benchmarked once, and layouts are timed for at most `seconds` (see `PlanOptions`). With `nodes`, the cluster is that
+    many machines like this one, with `link` between them. `layouts` replaces the search: each is judged and compared
+    with the first. `against` is a plan.json to compare with, `page` an HTML file to write.
 
     Raises:
         PacelineError, Problems: an argument or a setting is invalid.
@@ -125,16 +137,16 @@ def plan(
     if page is not None:
         check_writable(Path(page))
     earlier_plan = None if against is None else _read_earlier_plan(Path(against))
-    target = None if cluster.strip() == "here" else parse_cluster(cluster)
-    if target is not None:
-        refuse_other_rank_count(common, target, cluster_text=cluster)
-    one_process = replace(common, layout="single", ranks=1, device="cpu")  # enough to plan for another cluster
-    run_options = replace(common, layout=None) if target is None else one_process
-    ref, arguments, assumed = config_as_job(job, overrides, ranks=common.ranks or 1, cluster=target, file=common.config)
-    task = make_task("plan", ref, run_options, arguments)
-    _refuse_misfit_layouts(named_layouts, ranks=task.ranks if target is None else target.ranks)
+    machines = read_nodes_like_this(
+        nodes=nodes, ranks_per_node=ranks_per_node, link=link, ranks=common.ranks, cluster=cluster
+    )
+    target = _parse_target(cluster, common)
+    task, assumed = _make_plan_task(job, target, machines, named_layouts, common=common, overrides=overrides)
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
+    if machines is not None:
+        target = machines.measure(ranks_per_node=task.ranks, device=task.device)
+        task = replace(task, layout="single", ranks=1, device="cpu")
     options = {"fleet": target.as_json()} if target is not None else {"here": _local_machine(task, seconds)}
     task = assign_run_folder(replace(task, options={**options, "layouts": named_layouts}), resume=None)
     if not common.quiet:
@@ -149,14 +161,52 @@ def plan(
         value["against"] = list(diff_plan_files(earlier_plan, value)) if value["recommended"] else []
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
     if page is not None:
-        replaced = Path(page).exists()
-        with report_write_errors(Path(page)):
-            write_plan_report(value, job=Path(job).stem, to=Path(page))
-        value["page"] = str(page)
-        lines.append(page_line(Path(page), replaced=replaced))
+        lines.append(_write_page(value, job=Path(job).stem, to=Path(page)))
     lines.append(f"full plan: {Path(task.run) / FILE_NAME}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
+
+
+def _parse_target(cluster: str, common: RunOptions) -> Cluster | None:
+    """Return the cluster to plan for; None for this machine."""
+    if cluster.strip() == "here":
+        return None
+    target = parse_cluster(cluster)
+    refuse_other_rank_count(common, target, cluster_text=cluster)
+    return target
+
+
+def _make_plan_task(
+    job: str,
+    target: Cluster | None,
+    machines: NodesLikeThis | None,
+    named_layouts: Sequence[str],
+    *,
+    common: RunOptions,
+    overrides: Sequence[str],
+) -> tuple[Task, Sequence[str]]:
+    """Return the task, whose ranks are those of this machine unless `target` is another cluster, and what was assumed.
+
+    Raises:
+        PacelineError, Problems: a check failed, or none of the named layouts fits the number of ranks.
+    """
+    num_nodes, ranks_here = (machines.num_nodes, machines.ranks_per_node) if machines else (1, common.ranks)
+    one_process = replace(common, layout="single", ranks=1, device="cpu")  # enough to plan for another cluster
+    run_options = replace(common, layout=None, ranks=ranks_here) if target is None else one_process
+    ranks = num_nodes * (ranks_here or 1)
+    ref, arguments, assumed = config_as_job(job, overrides, ranks=ranks, cluster=target, file=common.config)
+    task = make_task("plan", ref, run_options, arguments)
+    _refuse_misfit_layouts(named_layouts, ranks=num_nodes * task.ranks if target is None else target.ranks)
+    return task, assumed
+
+
+def _write_page(value: dict[str, Any], *, job: str, to: Path) -> str:
+    """Write the page of the plan, and add its path to the plan; return the line to print."""
+    replaced = to.exists()
+    with report_write_errors(to):
+        write_plan_report(value, job=job, to=to)
+    value["page"] = str(to)
+    return page_line(to, replaced=replaced)
 
 
 def _read_earlier_plan(path: Path) -> dict[str, Any]:

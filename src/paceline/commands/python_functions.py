@@ -139,6 +139,9 @@ def plan(
     *,
     cluster: str = "here",
     ranks: int | None = None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    link: str | None = None,
     layout: str | None = None,
     layouts: Sequence[str] = (),
     against: str | Path | None = None,
@@ -156,6 +159,9 @@ def plan(
         job: a `Job` or its file, or a Hugging Face config: a folder, or `"transformers:LlamaConfig"`.
         cluster: `here`, `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file.
         ranks: number of processes on this machine, if the cluster is `here`.
+        nodes: number of machines like this one, instead of a cluster.
+        ranks_per_node: number of processes on each of these machines.
+        link: the link between these machines: `20Mbit/s`, `eth-10g`, or the file from `paceline doctor --json`.
         layout: judge this layout instead of searching.
         layouts: judge these layouts and compare them.
         against: another plan.json, or its folder, to compare with.
@@ -178,15 +184,9 @@ def plan(
         common,
     ):
         outcome = plan_verb.plan(
-            text,
-            cluster=cluster,
-            layouts=layouts,
-            against=against,
-            page=page,
-            seconds=seconds,
-            common=common,
-            overrides=_settings_arguments(settings),
-        )
+            text, cluster=cluster, nodes=nodes, ranks_per_node=ranks_per_node, link=link, layouts=layouts,
+            against=against, page=page, seconds=seconds, common=common, overrides=_settings_arguments(settings),
+        )  # fmt: skip
         return _build_result(outcome, has_value=outcome.value is not None)
 
 

@@ -100,6 +100,7 @@ def _train_on_nodes(
     `counts` has the numbers of nodes with which the run may train.
     """
     start = NodeStart(place, task, node_counts=counts)
+    start.check_interface()
     if not start.is_head():
         code, text = start.run_member()
         return CommandOutcome(exit_code=code, run=Path(task.run), screen=text)

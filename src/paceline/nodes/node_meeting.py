@@ -140,8 +140,9 @@ class Reception:
             are_numbered = has_numbers and not self.place.is_elastic
             num_missing = self.place.min_nodes - 1 - len(seats)
             names = format_nodes(missing) if are_numbered else plural(num_missing, "node")
-            here = ", ".join(["the head", *(arrival.hello.host for arrival in seats.values())])
-            what = f"{names} did not come within {wait_seconds:.0f} s; here are {here}"
+            hosts = [arrival.hello.host for arrival in seats.values()]
+            here = f"here are {', '.join(['the head', *hosts])}" if hosts else "only the head is here"
+            what = f"{names} did not come within {wait_seconds:.0f} s; {here}"
             check = f"nc -vz {self.place.head_host} {self.place.port}"
             hint = f"on the others, the same command; whether they reach this one: {check}"
             findings.append(Finding(what=what, hint=hint, refusal_code=_NO_MEETING))

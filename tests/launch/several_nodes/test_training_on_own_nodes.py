@@ -166,6 +166,31 @@ def test_a_head_that_refuses_its_command_says_so_to_the_others(shop: Shop) -> No
     assert "node 0: " in ends[1].screen, ends[1].screen
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_interface_that_a_node_does_not_have_ends_all_before_anything_starts(shop: Shop, wrong: int) -> None:
+    nodes = nodes_of(shop, "many")
+    for node in range(2):
+        nodes.start(node, *(("--nodes.interface", "eth7") if node == wrong else ()))
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
+    assert all("has no interface eth7" in end.screen for end in ends), [end.screen for end in ends]
+    assert not (shop.path / "many/logs").exists()
+
+
+def test_each_node_may_have_another_working_folder(shop: Shop) -> None:
+    """The job and the run folder are then given by absolute paths."""
+    nodes = nodes_of(shop, str(shop.path / "many"))
+    for node in range(2):
+        own = Shop(shop.path / f"folder-{node}")
+        own.path.mkdir()
+        nodes.processes[node] = own.start(
+            "train", str(shop.path / "job.py"), "--nodes", nodes.option, "--node", str(node), *nodes.words
+        )
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert shop.train("one").code == 0 and shop.digest("many") == shop.digest("one")
+
+
 def test_one_command_plays_several_nodes_on_this_machine(shop: Shop) -> None:
     """It passes on its options and its exit code; standard output is that of the head alone."""
     words = ("--run-dir", "many", "--train.steps", "12", "--train.threads", "1", "--layout", "fsdp", "--json")
@@ -195,7 +220,7 @@ def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:
     nodes = nodes_of(shop, "many", "--nodes.wait", "1")
     nodes.start(0)
     end = nodes.end(0)
-    assert end.code == 3 and "1 node did not come within 1 s; here are the head" in end.screen, end.screen
+    assert end.code == 3 and "1 node did not come within 1 s; only the head is here" in end.screen, end.screen
 
 
 def test_a_node_that_does_not_fit_does_not_end_a_run_that_waits_for_another_one(shop: Shop) -> None:
@@ -240,6 +265,13 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
         (("--layout", "threads"), "layout threads is one process"),
         (("--update", "ps"), "can't be started on several nodes yet"),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),
+        (("--ranks-per-node", "0"), "--ranks-per-node 0: a run needs at least one rank"),
+        (("--ranks-per-node", "1", "--layout", "tp=4"), "to do: --ranks-per-node 2, or --layout "),
+        (("--layout", "tp=3"), "to do: 3 ranks on all nodes together (--nodes N:HOST --ranks-per-node K), or --layout"),
+        (
+            ("--layout", "fsdp", "--update", "local,every=8"),
+            "to do: --layout dp_replicate=2,dp_shard=2 --ranks-per-node 2",
+        ),
     ],
 )
 def test_what_nodes_cannot_do_is_refused_at_once(shop: Shop, words: tuple[str, ...], says: str) -> None:

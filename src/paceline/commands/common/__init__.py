@@ -18,7 +18,11 @@ Start with `execution.py`.
   each of them.
 - `node_admission.py`: The admission of nodes to a run: the head examines each node that comes, before the start and
   while the run lasts.
+- `node_networks.py`: A network of its own for each node that this machine plays: namespaces on one bridge, for root on
+  Linux.
 - `node_start.py`: The start of a training on several nodes, by the same command on each of them.
+- `nodes_like_this.py`: The machines of `plan --nodes`: several that are like this one, with a given or measured link
+  between them.
 - `option_checks.py`: Checks that refuse invalid options before a process starts.
 - `python_result.py`: The result of a verb as a Python object: the keys of its `--json` as attributes.
 - `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,

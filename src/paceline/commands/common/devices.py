@@ -35,11 +35,19 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
 
 
 def choose_ranks(
-    requested_ranks: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]
+    requested_ranks: int | None,
+    joined: JoinedWorld | None,
+    device: str,
+    problems: list[PacelineError],
+    *,
+    option: str = "--ranks",
 ) -> int:
-    """Return the number of ranks: the requested number, the number that another launcher started, or one per GPU."""
+    """Return the number of ranks: the requested number, the number that another launcher started, or one per GPU.
+
+    `option` is the one with which the number was requested.
+    """
     if requested_ranks is not None and requested_ranks < 1:
-        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one rank.", hint="--ranks 2"))
+        problems.append(UsageError(f"{option} {requested_ranks}: a run needs at least one rank.", hint=f"{option} 2"))
         return 1
     if joined is not None:
         if requested_ranks is not None and requested_ranks != joined.world_size:
@@ -49,7 +57,7 @@ def choose_ranks(
     if gpus and requested_ranks is not None and requested_ranks > gpus:
         problems.append(
             UsageError(
-                f"--ranks {requested_ranks}, but this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}"
+                f"{option} {requested_ranks}, but this machine has {plural(gpus, 'GPU')}.", hint=f"{option} {gpus}"
             )
         )
     cores = usable_cores()
@@ -57,9 +65,9 @@ def choose_ranks(
         cause = "each rank is a process with its own model"
         problems.append(
             UsageError(
-                f"--ranks {requested_ranks}, but this machine has {plural(cores, 'core')}.",
+                f"{option} {requested_ranks}, but this machine has {plural(cores, 'core')}.",
                 cause=cause,
-                hint=f"--ranks {cores}",
+                hint=f"{option} {cores}",
             )
         )
     return requested_ranks or gpus or 1
@@ -72,7 +80,7 @@ def choose_ranks_of_nodes(
     needed = layout.ranks if layout is not None else 0
     if requested_per_node is None and needed and needed % place.num_nodes == 0:
         requested_per_node = needed // place.num_nodes
-    return place.num_nodes * choose_ranks(requested_per_node, None, device, problems)
+    return place.num_nodes * choose_ranks(requested_per_node, None, device, problems, option="--ranks-per-node")
 
 
 def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:

@@ -26,6 +26,7 @@ from paceline.commands.common.option_checks import (
     refuse_invalid_run_dir,
     refuse_job_parameters,
     refuse_on_nodes,
+    word_for_nodes,
 )
 from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
@@ -176,7 +177,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         problems += refuse_idle_faults(faults, ranks=processes, steps=steps, servers=update.servers)
         problems += layout_problems(verb, layout, update, ranks, settings, requested)
         problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
-    raise_all(problems)
+    raise_all(problems if place is None else word_for_nodes(problems, num_nodes=place.num_nodes))
     assert layout is not None and settings is not None
     return Task(
         verb=verb,

@@ -12,6 +12,8 @@ from dataclasses import fields
 from functools import partial
 
 from paceline.commands.command_table import TrainOptions
+from paceline.commands.common.node_networks import NodeNetworks, open_node_networks
+from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import active_stop_signals, die_with_parent, is_main_thread
@@ -43,9 +45,29 @@ def count_local_nodes(options: TrainOptions) -> int:
 def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[str]) -> int:
     """Start the command of each node, with its output on this screen; return the exit code of the head.
 
-    A stop signal to this process goes to all nodes.
+    Each node has a network of its own if this process may make them; else all use the loopback interface. A stop signal
+    to this process goes to all nodes.
     """
-    words = [*_as_words(options), *settings, "--nodes", f"{options.nodes}:{_LOOPBACK}:{_free_port()}"]
+    if options.dry_run:
+        return _run_on_networks(num_nodes, options, settings, networks=None)
+    with open_node_networks(num_nodes) as networks:
+        if isinstance(networks, NodeNetworks):
+            lines = list(networks.usage_lines())
+        else:
+            lines = [f"{num_nodes} nodes as processes on {_LOOPBACK}: {networks}"]
+        for line in lines:
+            print_line(line, sys.stderr)
+        return _run_on_networks(
+            num_nodes, options, settings, networks=networks if isinstance(networks, NodeNetworks) else None
+        )
+
+
+def _run_on_networks(
+    num_nodes: int, options: TrainOptions, settings: Sequence[str], *, networks: NodeNetworks | None
+) -> int:
+    """Start the command of each node, on its network if there are networks; return the exit code of the head."""
+    head = f"{_LOOPBACK}:{_free_port()}" if networks is None else networks.head
+    words = [*_as_words(options), *settings, "--nodes", f"{options.nodes}:{head}"]
     command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
     processes: list[subprocess.Popen[bytes]] = []
     environ = {**os.environ, PLAYED_NODES: str(num_nodes)}
@@ -54,8 +76,9 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
         try:
             for node in range(num_nodes):
                 output = None if node == 0 else sys.stderr.fileno()  # standard output is for the result
+                own = [*command, "--node", str(node)]
                 process = subprocess.Popen(
-                    [*command, "--node", str(node)],
+                    own if networks is None else networks.inside(node, own),
                     stdout=output,
                     env=environ,
                     start_new_session=True,

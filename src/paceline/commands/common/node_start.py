@@ -85,6 +85,19 @@ class NodeStart:
         self._run_folder = Path(task.run) if task.run else ROOT
         self._listener: socket.socket | None = None
 
+    def check_interface(self) -> None:
+        """Check that this machine has the interface `nodes.interface`.
+
+        Raises:
+            UsageError: it does not. The other nodes end with the same error.
+        """
+        try:
+            if self.settings.interface:
+                interface_address(self.settings.interface)
+        except PacelineError as error:
+            tell_head(self._place, error)
+            raise
+
     def is_head(self) -> bool:
         """Return whether this is the head, which then listens for the other nodes.
 

@@ -1,6 +1,7 @@
 """Checks that refuse invalid options before a process starts."""
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
 from paceline.planner.layout.update_rule_checks import rule_planning
 
+_RANKS_OPTION = re.compile(r"--ranks (\d+)\b")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 
@@ -96,6 +98,20 @@ def refuse_on_nodes(
         text = f"--update {update} can't be started on several nodes yet."
         problems.append(UsageError(text, hint="--update local,every=8, whose sites may be nodes"))
     return problems
+
+
+def word_for_nodes(problems: Sequence[PacelineError], *, num_nodes: int) -> list[PacelineError]:
+    """Return the problems with hints that say `--ranks-per-node`, where they say `--ranks` for one machine."""
+
+    def replace_option(match: re.Match[str]) -> str:
+        ranks = int(match[1])
+        if ranks % num_nodes == 0:
+            return f"--ranks-per-node {ranks // num_nodes}"
+        return f"{ranks} ranks on all nodes together (--nodes N:HOST --ranks-per-node K)"
+
+    for problem in problems:
+        problem.hint = _RANKS_OPTION.sub(replace_option, problem.hint)
+    return list(problems)
 
 
 def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] | None:

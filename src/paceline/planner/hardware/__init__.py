@@ -12,6 +12,8 @@ Start with `cluster.py`.
 - `cluster_file.py`: Read the TOML file of a cluster, and report all its mistakes at once.
 - `efficiency.py`: Define the efficiency constants of the forecast: the fractions of a data sheet's rates that training
   reaches.
+- `given_link.py`: Read the link between machines that `--link` gives: a rate, a name of the catalogue, or what `doctor`
+  measured.
 - `local_cluster.py`: Describe this machine as a cluster to plan for: one device per rank, and the link between them,
   from a probe.
 - `parse_cluster.py`: Parse the cluster to plan for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file.

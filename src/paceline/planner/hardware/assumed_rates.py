@@ -7,6 +7,7 @@ from paceline.console.formatting import format_precise_duration, format_size
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
+_MIN_GIGABYTES = 0.1  # slower links are shown in MB/s
 
 
 def assumption_lines(cluster: Cluster, *, precision: str, is_offloaded: bool = False) -> Iterator[str]:
@@ -59,7 +60,9 @@ def _used_links(cluster: Cluster, *, is_offloaded: bool) -> dict[str, Link]:
 def _link_text(link: Link) -> str:
     shared = " shared by all ranks of a node" if link.is_shared else ""
     source = f": {link.source}" if link.source and link.origin != "measured" else ""
-    rate = f"{link.bytes_per_second / _GIGA:.3g} GB/s each way{shared}"
+    gigabytes = link.bytes_per_second / _GIGA
+    speed = f"{gigabytes:.3g} GB/s" if gigabytes >= _MIN_GIGABYTES else f"{gigabytes * 1e3:.3g} MB/s"
+    rate = f"{speed} each way{shared}"
     return f"{link.name}, {rate}, latency {_latency_text(link.latency_seconds)} ({link.origin}{source})"
 
 

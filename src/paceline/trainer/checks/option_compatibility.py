@@ -119,11 +119,11 @@ def _check_batch_loss(job: Job, settings: Settings, plan: ExecutionPlan) -> list
         problems.append(JobError('loss_over="batch" needs loss=: the model\'s own loss sees only its microbatch.'))
     if plan.num_micro > plan.replicas:
         train_settings, cause = settings.train, "the loss needs the outputs of the whole batch at once"
-        hint = "leave --train.micro_batch_size out, or more --ranks"
+        hint = "leave --train.micro_batch_size out, or more ranks"
         if not train_settings.micro_batch_size and not train_settings.gradient_accumulation_steps:
             cause += f"; this run was started with microbatches of {plan.micro_batch_size}"
             samples_per_replica = -(-plan.global_batch_size // plan.replicas)
-            hint = f"--train.micro_batch_size {samples_per_replica} --allow micro_batch_size, or more --ranks"
+            hint = f"--train.micro_batch_size {samples_per_replica} --allow micro_batch_size, or more ranks"
         problems.append(
             UsageError(
                 f'loss_over="batch" does not support accumulation: {plan.num_micro} microbatches for '

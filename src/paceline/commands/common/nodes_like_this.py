@@ -1,0 +1,72 @@
+"""The machines of `plan --nodes`: several that are like this one, with a given or measured link between them."""
+
+from dataclasses import dataclass, replace
+
+from paceline.errors import PacelineError, UsageError, list_problems, raise_all
+from paceline.planner.hardware.cluster import Cluster, Link
+from paceline.planner.hardware.given_link import EXAMPLE, read_given_link
+from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesLikeThis:
+    """The requested machines. `ranks_per_node` is None if each has as many ranks as this machine would have alone."""
+
+    num_nodes: int
+    ranks_per_node: int | None
+    link: Link
+
+    def measure(self, *, ranks_per_node: int, device: str) -> Cluster:
+        """Return the machines as a cluster, after the benchmark of this one.
+
+        Raises:
+            MachineError: the benchmark failed.
+        """
+        local = benchmark_local_machine(ranks=ranks_per_node, device=device).cluster
+        return replace(local, nodes=self.num_nodes, between=self.link)
+
+
+def read_nodes_like_this(
+    *, nodes: int | None, ranks_per_node: int | None, link: str | None, ranks: int | None, cluster: str
+) -> NodesLikeThis | None:
+    """Return the machines of the options `--nodes`, `--ranks-per-node` and `--link`; None if none of them is given.
+
+    Raises:
+        UsageError, Problems: an option is missing, invalid, or contradicts `--cluster` or `--ranks`.
+        MachineError: by the file of `--link`, the link does not work.
+    """
+    if nodes is None and ranks_per_node is None and link is None:
+        return None
+    problems: list[PacelineError] = []
+    if nodes is None:
+        name = "--link" if ranks_per_node is None else "--ranks-per-node"
+        problems.append(UsageError(f"{name} needs --nodes.", hint=_example(2, ranks_per_node)))
+    elif nodes <= 1:
+        problems.append(UsageError(f"--nodes {nodes}: a link needs two machines.", hint="--ranks N for this machine"))
+    if ranks_per_node is not None and ranks_per_node < 1:
+        what = f"--ranks-per-node {ranks_per_node}: a machine needs at least one rank."
+        problems.append(UsageError(what, hint="--ranks-per-node 2"))
+    if cluster.strip() != "here":
+        cause = "--nodes stands for machines like this one, and --cluster for others"
+        hint = "one of them; a cluster names its own link: 4x8xA100-80G@eth-100g"
+        problems.append(UsageError(f"--nodes and --cluster {cluster} contradict each other.", cause=cause, hint=hint))
+    if ranks is not None:
+        cause = "--ranks is the number of processes on this machine alone"
+        hint = _example(nodes or 2, ranks_per_node or ranks)
+        problems.append(UsageError("--nodes and --ranks contradict each other.", cause=cause, hint=hint))
+    if link is None and nodes is not None:
+        cause = "only a measurement, or you, can say how fast it is"
+        problems.append(UsageError("--nodes needs the link between the machines.", cause=cause, hint=EXAMPLE))
+    found: Link | None = None
+    if link is not None:
+        try:
+            found = read_given_link(link)
+        except PacelineError as error:
+            problems += list_problems(error)
+    raise_all(problems)
+    assert nodes is not None and found is not None
+    return NodesLikeThis(num_nodes=nodes, ranks_per_node=ranks_per_node, link=found)
+
+
+def _example(nodes: int, ranks_per_node: int | None) -> str:
+    return f"--nodes {nodes} --ranks-per-node {ranks_per_node or 1} --link 10Gbit/s"

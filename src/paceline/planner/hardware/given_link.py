@@ -1,0 +1,90 @@
+"""Read the link between machines that `--link` gives: a rate, a name of the catalogue, or what `doctor` measured."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.config.text_file import read_user_text
+from paceline.errors import MachineError, UsageError
+from paceline.planner.hardware.catalog import LINKS
+from paceline.planner.hardware.cluster import Link
+from paceline.planner.hardware.unit_parsing import QuantityKind, parse_quantity
+
+EXAMPLE = (
+    "--link 10Gbit/s, or eth-10g, or FILE after `paceline doctor --nodes N:HOST --json > FILE` on node 0 "
+    "(on the others the same line)"
+)
+_ASSUMED_LATENCY_SECONDS = 50e-6
+_FILE_EXAMPLE = "on node 0: paceline doctor --nodes 2:HOST --json > links.json, and on the others the same line"
+
+
+class _TestedLink(msgspec.Struct, frozen=True):
+    """A link in the output of `doctor --json`."""
+
+    source: int
+    target: int
+    ping_seconds: float
+    bytes_per_second: float
+    problem: str
+
+
+class _DoctorOutput(msgspec.Struct, frozen=True):
+    """The part of the output of `doctor --json` that is read."""
+
+    links: list[_TestedLink]
+
+
+def read_given_link(text: str) -> Link:
+    """Return the link between two machines, which all ranks of a machine share if it has a rate or was measured.
+
+    `text` is a rate such as `20Mbit/s`, a name of the catalogue such as `eth-10g`, or the file that
+    `paceline doctor --json` wrote. Of a file, the slowest link counts.
+
+    Raises:
+        UsageError: the text is none of these, or the file can't be read.
+        MachineError: by the file, a link between two nodes does not work.
+    """
+    text = text.strip()
+    if (known := LINKS.get(text.lower())) is not None:
+        return replace(known, origin="given")
+    if re.match(r"[+-]?[0-9]", text) and not Path(text).is_file():
+        rate = parse_quantity(text, kind=QuantityKind.BYTES_PER_SECOND, name="--link")
+        source = "--link; the latency is assumed"
+        return Link(
+            name="network", latency_seconds=_ASSUMED_LATENCY_SECONDS, bytes_per_second=rate, is_shared=True,
+            source=source, origin="given",
+        )  # fmt: skip
+    return _read_doctor_file(Path(text))
+
+
+def _read_doctor_file(path: Path) -> Link:
+    """Return the slowest link of a file that `doctor --json` wrote, with the longest latency of all links."""
+    try:
+        content: Any = read_user_text(path, expected="the output of `paceline doctor --json`", hint=_FILE_EXAMPLE)
+    except FileNotFoundError:
+        cause = f"it is no rate with a unit, no file, and none of {', '.join(LINKS)}"
+        raise UsageError(f"--link {path} can't be read.", cause=cause, hint=EXAMPLE) from None
+    try:
+        links = msgspec.json.decode(content, type=_DoctorOutput).links
+    except msgspec.DecodeError as error:
+        what = f"--link {path} is not the output of `paceline doctor --json`: {error}."
+        raise UsageError(what, where=str(path), hint=_FILE_EXAMPLE) from None
+    if not links:
+        cause = "it is the output for a single machine, or for a node other than node 0"
+        raise UsageError(f"--link {path} has no links.", where=str(path), cause=cause, hint=_FILE_EXAMPLE)
+    for link in links:
+        if link.problem or not link.bytes_per_second > 0:
+            what = f"--link {path}: the link node {link.source} -> node {link.target} does not work: {link.problem}."
+            raise MachineError(what, where=str(path), hint="paceline doctor --nodes N:HOST says what to do")
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    return Link(
+        name=f"node {slowest.source} -> node {slowest.target}",
+        latency_seconds=max(link.ping_seconds for link in links) / 2,  # a ping goes there and back
+        bytes_per_second=slowest.bytes_per_second,
+        is_shared=True,
+        source=str(path),
+        origin="measured",
+    )

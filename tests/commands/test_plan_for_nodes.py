@@ -1,0 +1,81 @@
+"""`plan --nodes`: machines like this one, with a link between them that the user gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
+
+JOB = """
+import torch, torch.nn.functional as F, paceline as pl
+
+def make_job(width: int = 512, depth: int = 8) -> pl.Job:
+    data = torch.utils.data.TensorDataset(torch.randn(512, width), torch.randn(512, width))
+    return pl.Job(
+        model=lambda: torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)]
+        ),
+        loss=lambda output, batch: (F.mse_loss(output, batch[1], reduction="sum"), output.numel()),
+        train_data=data,
+        optimizer=lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-4),
+        global_batch_size=256,
+    )
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "job.py", "--device", "cpu", "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+@pytest.mark.one_worker
+def test_a_slow_link_changes_the_layout_and_offers_local_sgd(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    probe_machine(ranks=1, request=BenchmarkRequest(seconds=2.0, folder=folder))  # is cached for the command
+    slow = plan(capfd, "--nodes", "2", "--link", "20Mbit/s")
+    fast = plan(capfd, "--nodes", "2", "--link", "100Gbit/s")
+    assert (slow["recommended"].partition(",")[0], fast["recommended"]) == ("pp", "ddp")
+    assert (slow["cluster"]["nodes"], slow["cluster"]["devices"], slow["timed"]) == (2, 1, [])
+    assert slow["links"]["between nodes"]["bytes_per_second"] == 2.5e6
+    ddp = next(row for row in slow["plans"] if row["layout"] == "ddp")
+    offered = {option["option"]: option for option in slow["options"]}
+    local = offered["--update local,every=8"]
+    assert local["layout"] == "ddp" and local["step_seconds"] < ddp["step_seconds"] / 5
+    assert "trains alone for 8 steps" in local["changes"]
+    assert not [option for option in fast["options"] if "--update" in option["option"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "2"], "--nodes needs the link between the machines."),
+        (["--link", "1Gbit/s"], "--link needs --nodes."),
+        (["--ranks-per-node", "2"], "--ranks-per-node needs --nodes."),
+        (["--nodes", "1", "--link", "1Gbit/s"], "--nodes 1: a link needs two machines."),
+        (["--nodes", "2", "--link", "1Gbit/s", "--ranks", "4"], "--nodes and --ranks contradict each other."),
+        (["--nodes", "2", "--link", "1Gbit/s", "--cluster", "8xH100-80G"], "--nodes and --cluster 8xH100-80G contradict"),
+        (["--nodes", "2", "--link", "1Gbit/s", "--ranks-per-node", "0"], "a machine needs at least one rank."),
+        (["--nodes", "2", "--ranks-per-node", "2", "--link", "1Gbit/s", "--layout", "pp=3"], "pp=3 needs 3 ranks, you have 4"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_start_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert main(["plan", "job.py", "--device", "cpu", "--run-dir", "run", *words]) == 2
+    assert says in capfd.readouterr().err and not (folder / "run").exists()
+
+
+def test_a_dry_run_measures_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "2", "--ranks-per-node", "2", "--link", "1Gbit/s", "--layout", "pp=4", "--run-dir", "run"]
+    assert main(["plan", "job.py", "--device", "cpu", "--dry-run", *words]) == 0
+    assert not (folder / "run").exists()
