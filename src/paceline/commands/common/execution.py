@@ -154,7 +154,14 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
     if place is not None:
         ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
-        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, update=update, settings=settings)
+        problems += refuse_on_nodes(
+            ranks=common.ranks,
+            num_nodes=place.num_nodes,
+            ranks_per_node=ranks // place.num_nodes,
+            layout=requested_layout,
+            update=update,
+            settings=settings,
+        )
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = collect_problems(problems, lambda: parse_faults(common.faults)) or ()
@@ -260,7 +267,11 @@ def execute(
         if launch_outcome.restarts and not launch_outcome.exit_code:
             times = plural(launch_outcome.restarts, "time")
             print_line(f"restarted {times}; {format_duration(launch_outcome.seconds)} in all")
-    return command_outcome(task, launch_outcome)
+    outcome = command_outcome(task, launch_outcome)
+    losses = [] if nodes is None else nodes.loss_lines
+    for line in losses if not common.quiet else ():
+        print_line(line)
+    return replace(outcome, json_fields={**outcome.json_fields, "lost_nodes": losses}) if losses else outcome
 
 
 def _choose_threads(task: Task, settings: Settings, *, nodes: NodeGroup | None, one_thread: bool) -> int:

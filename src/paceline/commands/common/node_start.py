@@ -20,6 +20,7 @@ from paceline.config.task import Task
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError, PacelineError, Problems, UsageError, list_problems
 from paceline.launch.inherited_environment import leave_launcher
+from paceline.launch.several_nodes.late_nodes import LateNodes
 from paceline.launch.several_nodes.member_agent import MemberAgent, MemberEnd
 from paceline.launch.several_nodes.node_group import Member, NodeGroup, describe_ranks
 from paceline.nodes.examination import END, RUN, answer_head, examine_seats
@@ -28,7 +29,7 @@ from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
-from paceline.nodes.node_meeting import Reception, end_member, join_head, listen_as_head
+from paceline.nodes.node_meeting import Arrival, Reception, end_member, join_head, listen_as_head
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, node_place
 from paceline.run_folder.run_folder import ROOT
 
@@ -146,6 +147,12 @@ class NodeStart:
         try:
             own_facts = self._read_facts()
             members = self._admit(reception, own_facts, wait_seconds=self.settings.wait)
+            late = LateNodes(
+                reception,
+                admit=lambda seats: self._examine(reception, own_facts, seats, ()),
+                places=self.settings.restarts,
+                report=_report,
+            )
             group = NodeGroup(
                 members,
                 own_host=own_facts.host,
@@ -153,6 +160,7 @@ class NodeStart:
                 ranks_per_node=self._ranks_per_node,
                 settings=self.settings,
                 gather=lambda lost, is_stopped: self._gather(reception, own_facts, lost, is_stopped),
+                late=late if self.settings.restarts else None,
             )
             try:
                 yield group
@@ -194,7 +202,19 @@ class NodeStart:
             MachineError, UsageError: a node did not come, or the nodes can't train together. Those nodes are ended.
         """
         seats, findings = reception.wait(wait_seconds=wait_seconds, report=_report, is_stopped=is_stopped)
+        return self._examine(reception, facts, seats, findings)
+
+    def _examine(
+        self, reception: Reception, facts: MachineFacts, seats: Mapping[int, Arrival], findings: Sequence[Finding]
+    ) -> dict[int, Member]:
+        """Examine those of the nodes that are new, and return them as members of the run.
+
+        Raises:
+            MachineError, UsageError: the nodes can't train together. Those that are new are ended.
+        """
         new = {node: seat for node, seat in seats.items() if self._channels.get(node) is not seat.channel}
+        if not new and not findings:
+            return {}
         examination = examine_seats(
             new, facts, findings=findings, run_folder=self._run_folder, num_nodes=self._place.num_nodes
         )

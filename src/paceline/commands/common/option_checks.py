@@ -80,7 +80,13 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
 
 
 def refuse_on_nodes(
-    *, ranks: int | None, layout: Layout | None, update: UpdateRule, settings: Settings | None
+    *,
+    ranks: int | None,
+    num_nodes: int,
+    ranks_per_node: int,
+    layout: Layout | None,
+    update: UpdateRule,
+    settings: Settings | None,
 ) -> list[PacelineError]:
     """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
@@ -92,9 +98,7 @@ def refuse_on_nodes(
         problems.append(UsageError("survive.min_ranks needs one machine.", hint=hint))
     if layout is not None and layout.kind is LayoutKind.THREADS:
         problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
-    if not rule_planning(update).can_use_several_nodes:
-        text = f"--update {update} can't be started on several nodes yet."
-        problems.append(UsageError(text, hint="--update local,every=8, whose sites may be nodes"))
+    problems += rule_planning(update).refuse_nodes(update, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     return problems
 
 

@@ -8,9 +8,12 @@ Start with `node_group.py`.
   environment.
 - `attempt_progress.py`: The progress of the ranks of an attempt, from their heartbeats, and the result of the attempt
   on a node.
+- `late_nodes.py`: The nodes that take the places of lost ones while the run goes on.
+- `lost_nodes.py`: The files by which the head and the first parameter server tell each other about lost nodes.
 - `member_agent.py`: The agent of a node that is not the head: it runs its part of each attempt, and watches the link to
   the head.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
+- `worker_nodes.py`: The nodes that have only workers of parameter servers: the run goes on without one of them.
 """

@@ -34,8 +34,6 @@ class ParameterServerPlanning(RulePlanning):
         }
     )
 
-    can_use_several_nodes = False
-
     @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that are not servers; if it is 0, add an error to `problems` and return 1."""
@@ -58,6 +56,26 @@ class ParameterServerPlanning(RulePlanning):
                 f"--update ps under {launcher} is not supported yet.",
                 cause="a lost worker is restarted alone, which that launcher does not do",
                 hint="paceline train JOB --ranks 4 --update ps, without that launcher",
+            )
+        ]
+
+    @override
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, ranks_per_node: int) -> list[PacelineError]:
+        """Return an error if the servers are not all on node 0 and do not fill whole nodes either.
+
+        Otherwise the loss of a node with both servers and workers would end the run, although most of its ranks are
+        workers.
+        """
+        servers = update.servers
+        if servers <= ranks_per_node or servers % ranks_per_node == 0:
+            return []
+        num_server_nodes = -(-servers // ranks_per_node)
+        return [
+            LayoutError(
+                f"--update {update} with {plural(ranks_per_node, 'rank')} on each node: "
+                f"node {num_server_nodes - 1} would have servers and workers.",
+                cause="the servers share node 0 with workers, or fill the first nodes",
+                hint=f"--update ps,servers={num_server_nodes * ranks_per_node}, or --ranks-per-node {servers}",
             )
         ]
 
