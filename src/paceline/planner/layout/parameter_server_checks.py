@@ -43,7 +43,7 @@ class ParameterServerPlanning(RulePlanning):
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
                     cause=f"the first {_servers_hold(update.servers)} the parameters, the others compute gradients",
-                    hint=f"--ranks {update.servers + 2}",
+                    hint=f"--ranks {update.servers + 2}, or with --nodes more nodes",
                 )
             )
         return max(1, workers)
