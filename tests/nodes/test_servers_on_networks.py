@@ -74,7 +74,7 @@ def test_one_of_three_workers_nodes_crashes_and_the_training_goes_on_to_the_end(
     ends = [end(process) for process in processes]
     assert [each.code for each in ends[:2] + ends[3:]] == [0, 0, 0] and ends[2].code, [each.screen for each in ends]
     assert "node 2 (node2, ranks 4-5) is gone: its agent has ended" in ends[0].err, ends[0].screen
-    assert "the run goes on with 4 workers" in ends[0].err, ends[0].screen
+    assert "the run continues with 4 workers" in ends[0].err, ends[0].screen
     assert "went on without node 2 (node2, ranks 4-5) from step" in ends[0].out, ends[0].screen
     assert any("node 2 (node2, ranks 4-5) is lost after step" in str(note["text"]) for note in events(run, "Note"))
     assert not (run / "logs/attempt-2").exists()

@@ -62,7 +62,7 @@ def test_a_workers_node_is_killed_and_the_weights_are_those_of_one_machine(shop:
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0, -9, 0], [end.screen for end in ends]
     screen = ends[0].screen
-    assert "ranks 4-5) is gone: its agent has ended" in screen and "the run goes on with 4 workers" in screen, screen
+    assert "ranks 4-5) is gone: its agent has ended" in screen and "the run continues with 4 workers" in screen, screen
     assert "went on without node 2 (" in ends[0].out.splitlines()[-2], screen
     [note] = [note for note in notes(run) if "is lost after step" in note]
     assert note.startswith("node 2 (") and note.endswith("; 4 workers left"), note
@@ -179,7 +179,7 @@ def test_an_error_of_a_worker_on_another_node_ends_the_run(shop: Shop) -> None:
     ends = nodes.ends()
     assert [end.code for end in ends] == [1, 1, 1], [end.screen for end in ends]
     assert "First error: rank 2 on " in ends[0].screen and "ValueError: only here" in ends[0].screen, ends[0].screen
-    assert "the run goes on" not in ends[0].screen
+    assert "the run continues" not in ends[0].screen
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ def test_the_screen_and_the_server_hear_of_a_loss_and_the_end_of_the_run_repeats
     spare(workers, result(GONE))
     spare(workers, result(KILLED), node=3, running=(1,))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith(f"{NAME} is gone: nothing for 30 s; last step 0; the run goes on with 4 workers")
+    assert lines[0].endswith(f"{NAME} is gone: nothing for 30 s; last step 0; the run continues with 4 workers")
     assert "has no workers any more: rank 4 killed by SIGKILL at step 7; last step 0; " in lines[1]
-    assert lines[1].endswith("the run goes on with 2 workers")
+    assert lines[1].endswith("the run continues with 2 workers")
     first, second = read_lost_nodes(tmp_path)
     assert (first.node, first.first_rank, first.num_ranks, first.silent_seconds) == (2, 4, 2, 30.0)
     assert (second.node, second.first_rank) == (3, 6)

@@ -9,11 +9,10 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateRule, find_rule
+from paceline.config.update_rule import find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
-from paceline.planner.layout.update_rule_checks import rule_planning
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
@@ -79,15 +78,7 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
     return []
 
 
-def refuse_on_nodes(
-    *,
-    ranks: int | None,
-    num_nodes: int,
-    ranks_per_node: int,
-    layout: Layout | None,
-    update: UpdateRule,
-    settings: Settings | None,
-) -> list[PacelineError]:
+def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, settings: Settings | None) -> list[PacelineError]:
     """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
     if ranks is not None:
@@ -98,7 +89,6 @@ def refuse_on_nodes(
         problems.append(UsageError("survive.min_ranks needs one machine.", hint=hint))
     if layout is not None and layout.kind is LayoutKind.THREADS:
         problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
-    problems += rule_planning(update).refuse_nodes(update, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     return problems
 
 

@@ -55,15 +55,15 @@ class WorkerNodes:
         """Return the number of workers on node 0 and on these nodes."""
         return sum(self._num_workers_of(node) for node in {0, *nodes})
 
-    def needed(self, lost: Sequence[int], *, present: Collection[int]) -> list[int]:
+    def needed(self, lost_nodes: Sequence[int], *, present: Collection[int]) -> list[int]:
         """Return those of the lost nodes without which no attempt can start; `present` are the nodes that are there.
 
         A server is needed. Of the workers, one is enough.
         """
         if not self._servers:
-            return list(lost)
-        needed = [node for node in lost if not self.has_only_workers(node)]
-        return needed if self.num_workers(present) else list(lost)
+            return list(lost_nodes)
+        needed = [node for node in lost_nodes if not self.has_only_workers(node)]
+        return needed if self.num_workers(present) else list(lost_nodes)
 
     def counts(self, node: int) -> bool:
         """Return whether the end of a node's part counts for the result of the attempt."""
@@ -135,7 +135,7 @@ class WorkerNodes:
         )  # fmt: skip
         self._losses.append(loss)
         text = f"{name} {'is gone' if is_gone else 'has no workers any more'}: {reason}; last step {step}; "
-        print_line(f"{text}the run goes on with {plural(self.num_workers(running), 'worker')}", sys.stderr)
+        print_line(f"{text}the run continues with {plural(self.num_workers(running), 'worker')}", sys.stderr)
         with suppress(OSError):  # the server then finds out by itself, after `train.timeout_seconds`
             write_lost_nodes(self._folder, self._losses)
 

@@ -27,13 +27,13 @@ class HogwildPlanning(RulePlanning):
     )
 
     @override
-    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, ranks_per_node: int) -> list[PacelineError]:
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> list[PacelineError]:
         """Return an error, because the workers share the memory of one machine."""
         return [
             UsageError(
                 "--update hogwild on several nodes: its workers share the memory of one machine.",
                 hint="--update ps, whose workers may be on other nodes than the weights; "
-                f"or, on one machine, --ranks {num_nodes * ranks_per_node} --update hogwild",
+                f"or, on one machine, --ranks {num_ranks} --update hogwild",
             )
         ]
 

@@ -60,13 +60,13 @@ class ParameterServerPlanning(RulePlanning):
         ]
 
     @override
-    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, ranks_per_node: int) -> list[PacelineError]:
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> list[PacelineError]:
         """Return an error if the servers are not all on node 0 and do not fill whole nodes either.
 
         Otherwise the loss of a node with both servers and workers would end the run, although most of its ranks are
         workers.
         """
-        servers = update.servers
+        servers, ranks_per_node = update.servers, num_ranks // num_nodes
         if servers <= ranks_per_node or servers % ranks_per_node == 0:
             return []
         num_server_nodes = -(-servers // ranks_per_node)

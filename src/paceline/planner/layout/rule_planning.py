@@ -43,7 +43,7 @@ class RulePlanning:
         """Return the errors of a run whose ranks are started by another launcher, such as torchrun or Slurm."""
         return ()
 
-    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, ranks_per_node: int) -> Iterable[PacelineError]:
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> Iterable[PacelineError]:
         """Return the errors of a run on several nodes, which Paceline starts itself."""
         return ()
 
