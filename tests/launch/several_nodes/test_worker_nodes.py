@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.failure_record import FORKSERVER_RANK, LOST_NODE, Failure
+from paceline.launch.failures.failure_record import FORKSERVER_RANK, LOST_NODE, Failure, failure_path
 from paceline.launch.several_nodes import worker_nodes
+from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
 from paceline.launch.several_nodes.lost_nodes import LostWork, read_lost_nodes, write_lost_work
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
+from paceline.run_folder.run_folder import RunFolder
 
 GONE = Failure(rank=4, kind=LOST_NODE, message="node 2 (host2, ranks 4-5) is gone: nothing for 30 s")
 KILLED = Failure(rank=4, kind="signal", message="SIGKILL", step=7)
@@ -115,6 +117,17 @@ def test_workers_that_outlive_the_servers_are_ended_and_do_not_count(
     assert spare(workers, result(code=1), running=()) and spare(workers, result(BUG), node=3, running=())
     assert workers.loss_lines() == []
     assert not begun(tmp_path, servers=0).watch_servers(result(), {1: result()})
+
+
+def test_a_failure_record_of_a_lost_node_says_nothing_about_the_one_in_its_place(tmp_path: Path) -> None:
+    """Its workers may have written it while nobody could reach them."""
+    folder = RunFolder(tmp_path).attempt_folder(1)
+    folder.mkdir(parents=True)
+    for rank in (1, 2):
+        failure_path(folder, rank).write_text("{}")
+    part = AttemptPart(ranks=range(2, 4), node=1)
+    part.write_request(RunFolder(tmp_path), 1, {"payload": {}})
+    assert failure_path(folder, 1).exists() and not failure_path(folder, 2).exists()
 
 
 def test_of_the_lost_nodes_servers_are_needed_and_one_node_with_workers(tmp_path: Path) -> None:
