@@ -21,7 +21,9 @@ from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
+from paceline.launch.several_nodes.lost_nodes import LostNode, LostWork, read_lost_work, write_lost_nodes
 from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.lost_node_watch import watch_lost_nodes
 from paceline.step.parameter_server.push_messages import GradientPush
 from paceline.step.parameter_server.server_threads import ServerThreads
 from paceline.step.parameter_server.state import ServedWeights, ServerState
@@ -35,6 +37,7 @@ from paceline.step.parameter_server.transport import (
 )
 from tests.conftest import Ended, Shop
 from tests.step.test_hogwild import SELDOM
+from tests.waiting import wait_until
 
 COUNTS = """
 import os, random, signal, time
@@ -628,6 +631,37 @@ def test_a_worker_that_was_started_again_replaces_the_one_whose_end_nobody_has_n
     assert state.num_workers == 2 and "lost worker 1, which was replaced" in state.notes[0]
     state.remove_worker(1, reason="whose process has ended")  # its thread ends at last
     assert state.num_workers == 2 and len(state.notes) == 2
+
+
+def test_the_workers_of_a_lost_node_are_given_up_and_what_they_had_not_pushed_is_counted(tmp_path: Path) -> None:
+    """Of a machine that has vanished, no connection ends."""
+    served = ServedWeights(names=["w"], weights=[torch.zeros(3)], fixed=[], digest="")
+    state = ServerState(leases=Leases(bound=0), served=served, timeout_seconds=600)
+    shares = [BatchShare(step=0, number=number, num_shares=3) for number in range(3)]
+    state.offer_shares(0, {}, shares, micro_sizes=[4, 4, 4, 3])  # share 0 has the first microbatch and the last
+    for rank in (1, 2, 3):
+        state.add_worker(rank, rank=rank, start_number=1, digest="")
+    leased = {rank: state.lease_share(rank, buffer=state.weights_buffer()) for rank in (2, 3, 1)}
+    assert leased[3] is not None
+    state.store_push(leased[3][0], GradientPush(gradients=[], terms={}, divided_by=None))
+    state.remove_worker(3, reason="whose process has ended")
+    node = LostNode(node=1, name="node 1 (host1, ranks 2-3)", first_rank=2, num_ranks=2, reason="", step=0)
+    watch_lost_nodes(state, LaunchInfo(world_size=4, local_world_size=2), tmp_path)
+    write_lost_nodes(tmp_path, [node])
+    wait_until(lambda: bool(read_lost_work(tmp_path)), seconds=10)
+    assert read_lost_work(tmp_path) == [LostWork(gradients=1, samples=7)]  # the gradient of rank 3 counts
+    assert state.num_workers == 1 and state.notes[-1] == (
+        "node 1 (host1, ranks 2-3) is lost after step 0: 1 unpushed gradient (7 samples) is lost, and other workers "
+        "compute it again; 1 worker left"
+    )
+    again = state.lease_share(1, buffer=state.weights_buffer())
+    assert again is not None and leased[2] is not None and again[0].share == leased[2][0].share
+    with pytest.raises(ConnectionLost):  # the network was only silent
+        state.store_push(leased[2][0], GradientPush(gradients=[], terms={}, divided_by=None))
+    write_lost_nodes(tmp_path, [node, node])
+    wait_until(lambda: len(read_lost_work(tmp_path)) == 2, seconds=10)
+    assert read_lost_work(tmp_path)[1] == LostWork(gradients=0, samples=0)
+    state.end_run()
 
 
 def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from paceline.launch.memory_disk import choose_memory_folder, remove_abandoned_m
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.launch.run_outcome import STOPPED_AT_ONCE, LaunchOutcome
 from paceline.launch.several_nodes.attempt_part import AttemptPart
-from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, read_progress
+from paceline.launch.several_nodes.attempt_progress import PartResult, read_progress
 from paceline.launch.several_nodes.node_group import NodeGroup
 from paceline.run_folder.run_folder import RunFolder
 
@@ -155,7 +155,7 @@ def _run_attempts(
             if end is not None and end.failure is not None:
                 request, num_restarts = _restart_request(request, end, end.failure), num_restarts + 1
             elif end is not None:
-                request = _resized_request(request)
+                request = _resized_request(request, end)
             request = _with_ranks(request, action.ranks)
             try:
                 request = _with_nodes(request, stop_requests)
@@ -278,6 +278,7 @@ def _run_attempt(
         remote_positions=tuple if nodes is None else nodes.silent_positions,
     )
     decide = partial(_decide, policy, supervisor)
+    has_new_step = partial(_has_new_step, folder, part.ranks)
     watch = _SaveWatch(request, decide=decide)
 
     def tick_and_watch() -> None:
@@ -290,14 +291,14 @@ def _run_attempt(
         if nodes is not None:
             if nodes.has_failed():
                 supervisor.end_attempt()
-            elif reason := nodes.pending_change(can_grow=_has_new_step(read_progress(folder, part.ranks))):
+            elif not stop_requests.count and (reason := nodes.pending_change(can_grow=has_new_step)):
                 decide(NodesChange(reason=reason))
 
     code, failure = supervisor.run(tick_and_watch)
     result = PartResult(exit_code=code, failure=failure, progress=read_progress(folder, part.ranks))
     if nodes is not None:
         result = nodes.finish_attempt(result, is_abandoned=lambda: stop_requests.count > 1)
-        if reason := nodes.pending_change(can_grow=False):
+        if reason := nodes.pending_change():
             decide(NodesChange(reason=reason))
     tick()
     if result.failure is not None:
@@ -353,8 +354,9 @@ def _decide(policy: RestartPolicy, supervisor: Supervisor, event: Event) -> None
             supervisor.stop_attempt()
 
 
-def _has_new_step(progress: AttemptProgress) -> bool:
-    """Return whether the ranks have completed a step of this attempt."""
+def _has_new_step(folder: Path, ranks: range) -> bool:
+    """Return whether these ranks have completed a step of this attempt."""
+    progress = read_progress(folder, ranks)
     return 0 <= progress.start_step < progress.step
 
 
@@ -410,9 +412,11 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
     return replace(request, payload={**payload, "restart": asdict(restart)})
 
 
-def _resized_request(request: LaunchRequest) -> LaunchRequest:
+def _resized_request(request: LaunchRequest, end: AttemptEnded) -> LaunchRequest:
     """Return the request for the attempt that follows one that was stopped for another number of ranks."""
-    payload = {**(request.payload or {}), "resume": None, "restart": None}
+    payload = {**(request.payload or {}), "restart": None}
+    if end.has_started and end.saved_step:
+        payload["resume"] = None
     options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}
     return replace(request, payload={**payload, "options": options})
 

@@ -24,16 +24,14 @@ class LineChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._received = b""
+        address = connection.getsockname()
+        self.own_address = str(address[0]) if address else ""
+        """This end's IP address; empty if the connection has none."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             for name, value in _KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    @property
-    def own_address(self) -> str:
-        """This end's IP address."""
-        return str(self._connection.getsockname()[0])
 
     @property
     def is_closed(self) -> bool:
@@ -113,7 +111,9 @@ class LineChannel:
         return self.receive(timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. Another thread that waits for a message then gets an error."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 

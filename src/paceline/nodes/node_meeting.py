@@ -92,7 +92,7 @@ class Reception:
         self._arrivals: list[Arrival] = []
         self._refusals: dict[str, Finding] = {}  # of nodes that were sent away, by their host
         self._problems: list[Finding] = []  # of nodes that can't take part
-        self._is_complete = False
+        self._is_complete, self._is_open_again = False, False
         self._returned: set[LineChannel] = set()  # of the arrivals that `wait` or `next_arrivals` has returned
         self._ending: tuple[str, int] | None = None
         self._changed = threading.Condition()
@@ -112,6 +112,7 @@ class Reception:
         next_report_seconds, reported = _REPORT_SECONDS, set[str]()
         with self._changed:
             while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems:
+                self._drop_closed()
                 now = time.monotonic()
                 seconds = now - start_time
                 has_enough = len(self._arrivals) + 1 >= self.place.min_nodes
@@ -161,7 +162,7 @@ class Reception:
     def open_again(self) -> None:
         """Welcome nodes from now on if there is a place for them, for `next_arrivals`."""
         with self._changed:
-            self._is_complete = False
+            self._is_complete, self._is_open_again = False, True
 
     def next_arrivals(self, *, seconds: float) -> tuple[dict[int, Arrival], list[Finding]]:
         """Return the nodes that have come since the last call, by their number, and what was wrong with others.
@@ -241,6 +242,8 @@ class Reception:
         if not _HOST_NAME.fullmatch(hello.host):
             raise msgspec.ValidationError("no host name")
         self._drop_closed()
+        if self._is_open_again and hello.node in [arrival.hello.node for arrival in self._arrivals]:
+            hello = msgspec.structs.replace(hello, node=None)  # the node was lost, and another one has its number now
         hosts = {0: "the head", **{arrival.hello.node: arrival.hello.host for arrival in self._arrivals}}
         last = self.place.num_nodes - 1
         if self._ending is not None:
@@ -266,8 +269,11 @@ class Reception:
             self._refusals.pop(hello.host, None)  # it was typed again
 
     def _drop_closed(self) -> None:
-        """Free the seats of nodes that have gone, perhaps to be started again."""
-        for arrival in [arrival for arrival in self._arrivals if arrival.channel.is_closed]:
+        """Free the seats of nodes that have gone, perhaps to be started again.
+
+        `wait` and `next_arrivals` have given the others away, and their new owner calls `vacate`.
+        """
+        for arrival in [arrival for arrival in self._new_arrivals() if arrival.channel.is_closed]:
             self._remove(arrival)
 
     def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ class Nodes3:
         settings = Nodes(patience=patience, wait=wait, last_call=last_call)
         self.group = NodeGroup(
             members, own_host="host0", interface_address="127.0.0.1", ranks_per_node=2, node_counts=counts,
-            settings=settings, max_restarts=restarts, admission=self,
+            settings=settings, max_restarts=restarts, admission=SimpleNamespace(take=self.take, vacate=self.vacate, close=lambda: None),
         )  # fmt: skip
 
     def member(self, node: int) -> Member:
@@ -289,10 +290,10 @@ def elastic() -> Iterator[Nodes3]:
 def test_a_node_that_comes_joins_the_next_attempt(elastic: Nodes3, tmp_path: Path) -> None:
     assert (elastic.group.num_nodes, elastic.group.num_ranks) == (3, 6)
     elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
-    assert elastic.group.pending_change(can_grow=True) == ""
+    assert elastic.group.pending_change(can_grow=lambda: True) == ""
     elastic.replacements = {3: elastic.member(3)}
-    assert elastic.group.pending_change(can_grow=False) == ""  # it may be in the middle of its start
-    said = elastic.group.pending_change(can_grow=True)
+    assert elastic.group.pending_change() == ""  # it may be in the middle of its start
+    said = elastic.group.pending_change(can_grow=lambda: True)
     assert said == "node 3 (host3) has come; saving, then continuing on 4 nodes"
     for node in (1, 2):
         elastic.say(node, code=75)
@@ -305,8 +306,8 @@ def test_a_node_that_comes_joins_the_next_attempt(elastic: Nodes3, tmp_path: Pat
 def test_ranks_are_numbered_by_the_nodes_that_are_left(elastic: Nodes3, tmp_path: Path) -> None:
     elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
     elastic.channels[1].send(as_message(NodeLeaves()))
-    wait_until(lambda: not elastic.group.has_failed() and elastic.group.pending_change(can_grow=False) != "")
-    said = elastic.group.pending_change(can_grow=False)
+    wait_until(lambda: not elastic.group.has_failed() and elastic.group.pending_change() != "")
+    said = elastic.group.pending_change()
     assert said == "node 1 (host1, ranks 2-3) was asked to stop; saving, then continuing without it"
     for node in (1, 2):
         elastic.say(node, code=75)
@@ -375,3 +376,49 @@ def test_what_silent_ranks_do_is_known_if_all_members_have_said_it(
     assert nodes.group.silent_positions() == both == read_remote_positions(tmp_path / "logs/attempt-1")
     monkeypatch.setattr(node_group, "_POSITIONS_SECONDS", 0.0)  # as later, when the ranks train again
     assert nodes.group.silent_positions() is None
+
+
+def test_a_node_that_is_asked_twice_to_stop_is_lost_and_the_others_continue(elastic: Nodes3, tmp_path: Path) -> None:
+    elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    elastic.channels[1].send(as_message(NodeLeaves()))
+    elastic.say(1, code=130)
+    wait_until(elastic.group.has_failed)
+    elastic.say(2, code=1)
+    result = finish(elastic, PartResult(exit_code=1, failure=None, progress=AttemptProgress()))
+    assert result.failure is not None and result.failure.kind == LOST_NODE and result.exit_code == 75
+    assert "node 1 (host1, ranks 2-3) is gone: it was asked twice to stop" in result.failure.message
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 2
+
+
+def test_a_node_that_left_before_anybody_looked_is_no_end_of_the_run(elastic: Nodes3, tmp_path: Path) -> None:
+    elastic.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    elastic.channels[1].send(as_message(NodeLeaves()))
+    for node in (1, 2):
+        elastic.say(node, code=75)
+    elastic.channels[1].close()
+    wait_until(lambda: bool(elastic.group._members[1].link.loss))
+    finish(elastic, replace(DONE, exit_code=75))
+    assert elastic.group.pending_change().startswith("node 1 (host1, ranks 2-3) was asked to stop")
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 2
+    elastic.replacements = {1: elastic.member(1)}  # it comes again
+    elastic.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    assert "node 1 (host1) has come" in elastic.group.pending_change(can_grow=lambda: True)
+
+
+def test_a_node_that_leaves_between_two_attempts_is_not_waited_for(tmp_path: Path) -> None:
+    nodes = Nodes3(counts=(3, 2), last_call=20.0)
+    nodes.channels[1].send(as_message(NodeLeaves()))
+    nodes.channels[1].close()
+    wait_until(lambda: bool(nodes.group._members[1].link.loss))
+    start_time = time.monotonic()
+    assert nodes.group.gather(is_stopped=lambda: False) == "" and nodes.group.num_nodes == 2
+    assert time.monotonic() - start_time < 10
+    nodes.close()
+
+
+def test_a_last_call_may_be_longer_than_the_wait(tmp_path: Path) -> None:
+    nodes = Nodes3(counts=(3, 2), last_call=1.0, wait=0.1)
+    nodes.channels[1].close()
+    wait_until(lambda: bool(nodes.group._members[1].link.loss))
+    assert nodes.group.gather(is_stopped=lambda: False) == "" and nodes.group.num_nodes == 2
+    nodes.close()

@@ -263,7 +263,7 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
     [
         (("--ranks", "2"), "--ranks-per-node, the number of processes on each machine"),
         (("--layout", "threads"), "layout threads is one process"),
-        (("--update", "ps"), "can't be started on several nodes yet"),
+        (("--update", "hogwild"), "its workers share the memory of one machine"),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),
         (("--ranks-per-node", "0"), "--ranks-per-node 0: a run needs at least one rank"),
         (("--ranks-per-node", "1", "--layout", "tp=4"), "to do: --ranks-per-node 2, or --layout "),

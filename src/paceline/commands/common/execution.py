@@ -155,7 +155,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
     if place is not None:
         ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
-        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, update=update, settings=settings)
+        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, settings=settings)
+        problems += rule_planning(update).refuse_nodes(update, num_nodes=place.num_nodes, num_ranks=ranks)
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = collect_problems(problems, lambda: parse_faults(common.faults)) or ()
@@ -163,8 +164,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         refuse_nested_threads(joined, faults, problems)
     elif settings is not None and joined is None and ranks > 1:
         problems += refuse_missing_backend(settings.train.backend)
-    if joined is not None:
-        problems += rule_planning(update).refuse_launcher(update, launcher=joined.kind)
+    problems += () if joined is None else rule_planning(update).refuse_launcher(update, launcher=joined.kind)
     problems += [] if common.job_handle is None else refuse_job_parameters(requested)
     problems += [] if ref is None else check_job_parameters(parameter_sources(ref), requested)
     if common.run_dir is not None:
@@ -261,7 +261,16 @@ def execute(
         if launch_outcome.restarts and not launch_outcome.exit_code:
             times = plural(launch_outcome.restarts, "time")
             print_line(f"restarted {times}; {format_duration(launch_outcome.seconds)} in all")
-    return command_outcome(task, launch_outcome)
+    outcome = command_outcome(task, launch_outcome)
+    return outcome if nodes is None else _with_losses(outcome, nodes, is_quiet=common.quiet)
+
+
+def _with_losses(outcome: CommandOutcome, nodes: NodeGroup, *, is_quiet: bool) -> CommandOutcome:
+    """Print a line about each node without which the run went on, and return the outcome with these lines."""
+    losses = nodes.loss_lines
+    for line in () if is_quiet else losses:
+        print_line(line)
+    return replace(outcome, json_fields={**outcome.json_fields, "lost_nodes": losses}) if losses else outcome
 
 
 def _choose_threads(task: Task, settings: Settings, *, nodes: NodeGroup | None, one_thread: bool) -> int:

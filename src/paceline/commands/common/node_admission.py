@@ -21,6 +21,7 @@ from paceline.nodes.node_meeting import Arrival, Reception, end_member
 from paceline.nodes.node_place import NodePlace
 
 _POLL_SECONDS = 0.2
+_END_SECONDS = 2.0  # for an examination that is cut off
 
 
 class NodeAdmission:
@@ -40,6 +41,8 @@ class NodeAdmission:
         self._settings = settings
         self._newcomers: SimpleQueue[dict[int, Member]] = SimpleQueue()
         self._closed = threading.Event()
+        self._examined: list[LineChannel] = []
+        self._thread: threading.Thread | None = None
 
     def admit_first(self) -> dict[int, Member]:
         """Wait for the nodes, and return them by their number.
@@ -55,7 +58,8 @@ class NodeAdmission:
     def open_again(self) -> None:
         """Admit further nodes from now on, if there is a place for them."""
         self._reception.open_again()
-        threading.Thread(target=self._admit_newcomers, name="paceline-admission", daemon=True).start()
+        self._thread = threading.Thread(target=self._admit_newcomers, name="paceline-admission", daemon=True)
+        self._thread.start()
 
     def take(self) -> dict[int, Member]:
         """Return the nodes that were admitted since the last call, by their number."""
@@ -70,20 +74,29 @@ class NodeAdmission:
         self._reception.vacate(channel)
 
     def close(self) -> None:
-        """Admit no more nodes."""
+        """Admit no more nodes; `take` still returns those that were admitted before."""
         self._closed.set()
         self._reception.close()
+        for channel in list(self._examined):
+            channel.close()
+        if self._thread is not None:
+            self._thread.join(timeout=_END_SECONDS)
 
     def _admit_newcomers(self) -> None:
         while not self._closed.is_set():
             seats, findings = self._reception.next_arrivals(seconds=_POLL_SECONDS)
             for finding in findings:
                 print_meeting_line(f"sent away: {finding.what}" + (f" ({finding.hint})" if finding.hint else ""))
-            if seats:
+            for node, seat in seats.items():  # one by one: what is wrong with one does not concern another
+                self._examined.append(seat.channel)
                 try:
-                    self._newcomers.put(self._admit(seats))
+                    self._newcomers.put(self._admit({node: seat}))
                 except PacelineError as error:
                     print_meeting_line(f"not admitted: {error_line(error)}")
+                except OSError as error:
+                    print_meeting_line(f"not admitted: {seat.hello.host} has gone ({error})")
+                    self._reception.vacate(seat.channel)
+                self._examined.remove(seat.channel)
 
     def _admit(self, seats: Mapping[int, Arrival], findings: Sequence[Finding] = ()) -> dict[int, Member]:
         """Examine nodes that have come, and return them as members of the run.

@@ -75,7 +75,9 @@ class NodeStart:
     """
 
     def __init__(self, place: NodePlace, task: Task, *, node_counts: tuple[int, ...]) -> None:
-        self._place = place
+        self._counts = place.counts  # as typed
+        least = node_counts[-1] if place.is_elastic else place.least_nodes
+        self._place = replace(place, least_nodes=least)
         self._task = task
         self.settings = merge_without_job(task.settings).nodes
         self._node_counts = node_counts
@@ -212,7 +214,7 @@ class NodeStart:
         options = {
             "job": task.job, "layout": task.layout, "update": task.update, "compress": task.compress,
             "device": task.device, "ranks per node": str(self._ranks_per_node), "run folder": task.run,
-            "nodes": self._place.counts,
+            "nodes": self._counts,
         }  # fmt: skip
         settings = {
             name: mask_value(name, as_command_text(value))

@@ -10,11 +10,10 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateRule, find_rule
+from paceline.config.update_rule import find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
-from paceline.planner.layout.update_rule_checks import rule_planning
 
 _RANKS_OPTION = re.compile(r"--ranks (\d+)\b")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
@@ -81,22 +80,17 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
     return []
 
 
-def refuse_on_nodes(
-    *, ranks: int | None, layout: Layout | None, update: UpdateRule, settings: Settings | None
-) -> list[PacelineError]:
+def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, settings: Settings | None) -> list[PacelineError]:
     """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
     if ranks is not None:
         hint = "--ranks-per-node, the number of processes on each machine"
         problems.append(UsageError(f"--ranks {ranks} with --nodes.", hint=hint))
     if settings is not None and settings.survive.min_ranks is not None:
-        hint = "leave it out; --nodes.restarts 10 waits for another node instead of a lost one"
+        hint = "leave it out; --nodes 2:4:HOST continues with fewer nodes"
         problems.append(UsageError("survive.min_ranks needs one machine.", hint=hint))
     if layout is not None and layout.kind is LayoutKind.THREADS:
         problems.append(UsageError("layout threads is one process on one machine.", hint="--layout ddp"))
-    if not rule_planning(update).can_use_several_nodes:
-        text = f"--update {update} can't be started on several nodes yet."
-        problems.append(UsageError(text, hint="--update local,every=8, whose sites may be nodes"))
     return problems
 
 

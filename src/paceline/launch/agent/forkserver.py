@@ -175,7 +175,8 @@ def _run_attempt(
             worker_main(request, folder=folder, status_fd=status_fd)
         return pid
 
-    pids = {start(rank, listen_fd=listen_fd): rank for rank in range(first_rank, first_rank + request["local_ranks"])}
+    ranks, number = range(first_rank, first_rank + request["local_ranks"]), request.get("start_number", 1)
+    pids = {start(rank, listen_fd=listen_fd, start_number=number): rank for rank in ranks}
     if listener:
         listener.close()
     if request.get("servers"):

@@ -214,7 +214,7 @@ class Supervisor:
         self._attempt.pids.pop(rank, None)
         if kind == "again":
             return
-        if kind == "lost":
+        if kind == "lost" and not self._attempt.was_killed_by_supervisor:
             print_line(f"rank {rank}, a worker, was killed again and is not restarted; the others continue", sys.stderr)
         if kind in ("lost", "over"):
             self._attempt.statuses[rank] = 0

@@ -8,6 +8,7 @@ Start with `node_group.py`.
   environment.
 - `attempt_progress.py`: The progress of the ranks of an attempt, from their heartbeats, and the result of the attempt
   on a node.
+- `lost_nodes.py`: The files by which the head and the first parameter server tell each other about lost nodes.
 - `member_agent.py`: The agent of a node that is not the head: it runs its part of each attempt, and watches the link to
   the head.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
@@ -15,4 +16,5 @@ Start with `node_group.py`.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.
+- `worker_nodes.py`: The nodes that have only workers of parameter servers: the run goes on without one of them.
 """

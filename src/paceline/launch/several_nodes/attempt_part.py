@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config.secret_settings import holds_secret
 from paceline.filesystem.atomic_files import report_write_errors, write_json
+from paceline.launch.failures.failure_record import failure_path
 from paceline.launch.inherited_environment import AGENT_PID
 from paceline.nodes.network_interfaces import interface_name, list_interfaces
 from paceline.run_folder.run_folder import RunFolder
@@ -48,6 +49,8 @@ class AttemptPart:
         }
         with report_write_errors(run.path):
             folder.mkdir(parents=True, exist_ok=self.node > 0)
+            for rank in self.ranks if self.node else ():  # of a lost node, in whose place this one is
+                failure_path(folder, rank).unlink(missing_ok=True)
             write_json(path, own, private=holds_secret(request["payload"].get("settings", ())))
         return path.resolve()
 

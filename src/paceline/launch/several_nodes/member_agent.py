@@ -104,7 +104,7 @@ class MemberAgent:
         self._say_that_it_leaves()
         if count and is_overdue and self._end is None:
             code = ExitCode.STOPPED if count == 1 else ExitCode.INTERRUPTED
-            text = "asked to stop; the others continue" if self._may_leave else "stopped between two attempts"
+            text = "asked to stop" if self._may_leave else "stopped between two attempts"
             self._end = MemberEnd(node=self._node, exit_code=int(code), text=text)
             self._link.send(as_message(NodeLeft(reason="it was asked to stop")))
 
@@ -143,7 +143,12 @@ class MemberAgent:
             self._link.send(as_message(NodeLeft(reason=farewell)))
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"
-            self._end = MemberEnd(node=self._node, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=True)
+            self._end = MemberEnd(
+                node=self._node,
+                exit_code=int(ExitCode.STOPPED),
+                text=text,
+                is_head_lost=not self._stop_requests.count,
+            )
         is_silent = seconds > min(SILENCE_WARNING_SECONDS, patience / 2)
         if is_silent and not self._is_silence_reported and not reason:
             text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"

@@ -31,6 +31,7 @@ from paceline.launch.several_nodes.node_messages import (
     StartPart,
     as_message,
 )
+from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.nodes.finding import format_nodes
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
@@ -61,6 +62,9 @@ class Admission(Protocol):
     def vacate(self, channel: LineChannel) -> None:
         """Free the place of the node with this channel."""
 
+    def close(self) -> None:
+        """Admit no more nodes; those that were admitted before can still be taken."""
+
 
 class NodeGroup:
     """The nodes of a run. The head is node 0, and each node has `ranks_per_node` ranks, in the order of the nodes.
@@ -90,6 +94,8 @@ class NodeGroup:
         self._interface_address = interface_address
         self._node_counts = tuple(node_counts)
         self._admission = admission
+        self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
+        self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
         self._folder: Path | None = None  # of the current attempt
         self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
@@ -112,6 +118,11 @@ class NodeGroup:
         """The number of ranks of the current attempt."""
         return len(self._active) * self.ranks_per_node
 
+    @property
+    def loss_lines(self) -> list[str]:
+        """A line about each node without which the run went on."""
+        return self._workers.loss_lines()
+
     def start_attempt(
         self, run: RunFolder, attempt: int, request: Mapping[str, Any], *, exact: bool
     ) -> tuple[AttemptPart, Path]:
@@ -131,17 +142,17 @@ class NodeGroup:
         port = int(self._reservation.getsockname()[1])
         part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
+        self._workers.begin_attempt(path.parent, request)
+        self._start = StartPart(
+            attempt=attempt, first_rank=0, address=address, port=port, exact=exact, request=dict(request)
+        )
         for node in self._running_nodes():
-            start = StartPart(
-                attempt=attempt,
-                first_rank=self._ranks(node).start,
-                address=address,
-                port=port,
-                exact=exact,
-                request=dict(request),
-            )
-            self._members[node].link.send(as_message(start))
+            self._start_part(node, self._start)
         return part, path
+
+    def _start_part(self, node: int, start: StartPart) -> None:
+        start = msgspec.structs.replace(start, first_rank=self._ranks(node).start)
+        self._members[node].link.send(as_message(start))
 
     def _own_address(self) -> str:
         """Return the address at which rank 0 listens."""
@@ -150,14 +161,20 @@ class NodeGroup:
 
     def has_failed(self) -> bool:
         """Read what the members say, and return whether the attempt has failed on one of them, or one is lost."""
+        self._read_messages()
+        if self._workers.is_in_use:
+            self._take_newcomers()  # they start their parts at once
+        codes = {result.exit_code for node, result in self._results.items() if self._workers.counts(node)}
+        return bool(codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)}) or self._has_unfinished_loss
+
+    def _read_messages(self) -> None:
+        """Read what the members say, and find out which of them are lost."""
         for node, member in list(self._members.items()):
             is_over = bool(member.link.loss)  # before the messages that arrived until then
-            while (message := member.link.next_message()) is not None:
+            while node in self._members and (message := member.link.next_message()) is not None:
                 self._record(node, message)
-            if is_over or not member.link.loss:
+            if node in self._members and (is_over or not member.link.loss):
                 self._watch_silence(node, member)
-        codes = {result.exit_code for result in self._results.values()}
-        return bool(codes - {int(ExitCode.DONE), int(ExitCode.STOPPED)}) or self._has_unfinished_loss
 
     def silent_positions(self) -> list[RankPosition] | None:
         """Return what the ranks of the members do; None if a member has said nothing new, because its ranks train."""
@@ -179,25 +196,27 @@ class NodeGroup:
         is_failed = own.failure is not None or own.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
         while self._running_nodes() and not is_abandoned():
             is_failed = self.has_failed() or is_failed
-            if is_failed and deadline is None:
+            self._workers.has_stopped = is_failed
+            if (is_failed or self._workers.watch_servers(own, self._results)) and deadline is None:
                 self._send_all(EndPart(attempt=self._attempt))
                 deadline = time.monotonic() + _END_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 for node in self._running_nodes():
                     self._lose(node, f"its ranks did not end within {_END_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
+        self._workers.has_stopped = True
         return self._join(own)
 
-    def pending_change(self, *, can_grow: bool) -> str:
-        """Return why the attempt should stop and continue on other nodes, or "". Without `can_grow`, none join it."""
+    def pending_change(self, *, can_grow: Callable[[], bool] = lambda: False) -> str:
+        """Return why the attempt should stop and continue on other nodes, or "". Nodes join it only if `can_grow()`."""
         leaving = sorted(self._leaving.intersection(self._active))
         if leaving:
             return f"{self._describe(leaving[0])} was asked to stop; saving, then continuing without it"
         self._take_newcomers()
-        chosen = self._choose_nodes() if can_grow else self._active
-        if len(chosen) <= len(self._active) or not self._running_nodes_are_well():
+        chosen = self._choose_nodes()
+        if len(chosen) <= len(self._active) or not self._running_nodes_are_well() or not can_grow():
             return ""
-        new = next(node for node in chosen if node not in self._active)
+        new = [node for node in self._members if node in chosen and node not in self._active][-1]  # the last to come
         return f"node {new} ({self._hosts[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
 
     def gather(self, *, is_stopped: Callable[[], bool]) -> str:
@@ -208,8 +227,7 @@ class NodeGroup:
         """
         start_time, report_seconds = time.monotonic(), _FIRST_REPORT_SECONDS
         while True:
-            for node, member in list(self._members.items()):  # a second one may be lost during the wait for the first
-                self._watch_silence(node, member)
+            self._read_messages()  # a second node may be lost during the wait for the first
             self._take_newcomers()
             chosen, seconds = self._choose_nodes(), time.monotonic() - start_time
             is_full = len(chosen) == self._node_counts[0]
@@ -218,22 +236,26 @@ class NodeGroup:
                 self._lost.clear()
                 self._report_size(chosen)
                 self._active = chosen
+                self._leaving.intersection_update(self._members)
                 return ""
             missing = self._describe_missing()
             if self._lost and not self.max_restarts:  # another failure came first, and is to be restarted
                 return f"{missing} is gone, too (nodes.restarts is 0)."
             if is_stopped():
                 return "a stop was requested."
-            if seconds > self.settings.wait:
+            if not chosen and seconds > self.settings.wait:
                 return f"{missing} did not come within {self.settings.wait:.0f} s."
             if seconds > report_seconds:
                 report_seconds += min(report_seconds, _MAX_REPORT_SECONDS)
                 limit = self.settings.last_call if chosen else self.settings.wait
-                print_line(f"waiting for {missing}, for {limit - seconds:.0f} s more", sys.stderr)
+                what = "more nodes" if chosen else missing
+                print_line(f"waiting for {what}, for {limit - seconds:.0f} s more", sys.stderr)
             time.sleep(_POLL_SECONDS)
 
     def end(self, code: int, text: str) -> None:
         """End all members with the exit code of the run."""
+        self._admission.close()
+        self._take_newcomers()
         for node, member in self._members.items():
             member.link.send(as_message(EndNode(node=node, exit_code=code, text=text)))
             member.link.close()
@@ -242,8 +264,16 @@ class NodeGroup:
             self._reservation.close()
 
     def _choose_nodes(self) -> list[int]:
-        """Return the nodes that can run an attempt, the head first; none if there are too few."""
-        present = [0, *sorted(node for node in self._members if node not in self._leaving)]
+        """Return the nodes that can run an attempt, the head first; none if there are too few.
+
+        With parameter servers, these are all nodes of the run if those that are there can train without the others.
+        """
+        if self._workers.is_in_use:
+            everybody = list(range(self._node_counts[0]))
+            absent = [node for node in everybody[1:] if node not in self._members]
+            return [] if self._workers.needed(absent, present=self._members) else everybody
+        well = (node for node, member in self._members.items() if node not in self._leaving and not member.link.loss)
+        present = [0, *sorted(well)]
         count = next((count for count in self._node_counts if count <= len(present)), 0)
         return present[:count]
 
@@ -253,7 +283,13 @@ class NodeGroup:
                 self._lose(node, "another node took its place")
             if node in self._lost:
                 self._lost.remove(node)
+            self._leaving.discard(node)
             self._members[node], self._hosts[node] = member, member.host
+            if self._start is not None and self._workers.welcome(node):
+                del self._results[node]
+                print_line(f"{self._describe(node)} takes the place of the lost one", sys.stderr)
+                again = {**self._start.request, "start_number": 2}
+                self._start_part(node, msgspec.structs.replace(self._start, request=again))
 
     def _running_nodes_are_well(self) -> bool:
         """Return whether no node of the attempt has ended its part, or is silent."""
@@ -298,8 +334,18 @@ class NodeGroup:
             elif isinstance(ended, NodeLeft):
                 self._farewells[node] = ended.reason
             elif ended.attempt == self._attempt:
+                if node in self._leaving and ended.exit_code == ExitCode.INTERRUPTED:
+                    self._lose(node, "it was asked twice to stop")
+                    return
                 failure = ended.read_failure(host=self._hosts[node])
-                self._results[node] = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
+                result = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
+                self._record_end(node, result, silence=0.0)
+
+    def _record_end(self, node: int, result: PartResult, *, silence: float) -> bool:
+        """Record the end of a node's part. Return whether the attempt goes on without it."""
+        running = [other for other in self._running_nodes() if other != node]
+        self._results[node] = result
+        return self._workers.spare(node, result, name=self._describe(node), running=running, silence=silence)
 
     def _watch_silence(self, node: int, member: Member) -> None:
         """Say that a node is silent, or count it as lost."""
@@ -323,19 +369,17 @@ class NodeGroup:
     def _lose(self, node: int, reason: str) -> None:
         """Count a node as lost, which is a failure of the attempt unless the node had ended its part."""
         member = self._members.pop(node)
-        silence_ns = int(member.link.silence_seconds * 1e9)
+        silence = member.link.silence_seconds
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._silent.discard(node)
-        if node in self._leaving:
-            self._leaving.discard(node)
-        elif node in self._active:
+        self._farewells.pop(node, None)
+        if node in self._active and node not in self._leaving:
             self._lost.append(node)
         if node in self._results or node not in self._active:
             return
-        self._has_unfinished_loss = True
         message = f"{self._describe(node)} is gone: {reason}"
-        self._results[node] = PartResult(
+        result = PartResult(
             exit_code=int(ExitCode.STOPPED),
             failure=Failure(
                 rank=self._ranks(node).start,
@@ -343,11 +387,15 @@ class NodeGroup:
                 message=message,
                 screen=message,
                 exit_code=int(ExitCode.STOPPED),
-                monotonic_ns=time.monotonic_ns() - silence_ns,
+                monotonic_ns=time.monotonic_ns() - int(silence * 1e9),
                 host=self._hosts[node],
             ),
             progress=AttemptProgress(),
         )
+        if not self._record_end(node, result, silence=silence):
+            self._has_unfinished_loss = True
+        elif self.max_restarts:
+            print_line(f"node {node} may come again, or another one instead: the same command there", sys.stderr)
 
     def _describe(self, node: int) -> str:
         ranks = f", {describe_ranks(self._ranks(node))}" if node in self._active else ""
@@ -358,8 +406,9 @@ class NodeGroup:
         own_failure = own.failure
         if own_failure is not None and own_failure.rank >= 0 and not own_failure.is_joint:
             own_failure = replace(own_failure, host=self._hosts[0])
-        parts = [own, *self._results.values()]
-        failures = [own_failure, *(result.failure for result in self._results.values())]
+        results = [result for node, result in self._results.items() if self._workers.counts(node)]
+        parts = [own, *results]
+        failures = [own_failure, *(result.failure for result in results)]
         progress = join_progress(part.progress for part in parts)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
-from paceline.errors import LayoutError, PacelineError
+from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import REASON_AGAINST_TOKEN_LIMIT, RulePlanning
 
@@ -26,7 +26,16 @@ class HogwildPlanning(RulePlanning):
         }
     )
 
-    can_use_several_nodes = False
+    @override
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> list[PacelineError]:
+        """Return an error, because the workers share the memory of one machine."""
+        return [
+            UsageError(
+                "--update hogwild on several nodes: its workers share the memory of one machine.",
+                hint="--update ps, whose workers may be on other nodes than the weights; "
+                f"or, on one machine, --ranks {num_ranks} --update hogwild",
+            )
+        ]
 
     @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:

@@ -34,8 +34,6 @@ class ParameterServerPlanning(RulePlanning):
         }
     )
 
-    can_use_several_nodes = False
-
     @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that are not servers; if it is 0, add an error to `problems` and return 1."""
@@ -45,7 +43,7 @@ class ParameterServerPlanning(RulePlanning):
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
                     cause=f"the first {_servers_hold(update.servers)} the parameters, the others compute gradients",
-                    hint=f"--ranks {update.servers + 2}",
+                    hint=f"--ranks {update.servers + 2}, or with --nodes more nodes",
                 )
             )
         return max(1, workers)
@@ -58,6 +56,26 @@ class ParameterServerPlanning(RulePlanning):
                 f"--update ps under {launcher} is not supported yet.",
                 cause="a lost worker is restarted alone, which that launcher does not do",
                 hint="paceline train JOB --ranks 4 --update ps, without that launcher",
+            )
+        ]
+
+    @override
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> list[PacelineError]:
+        """Return an error if the servers are not all on node 0 and do not fill whole nodes either.
+
+        Otherwise the loss of a node with both servers and workers would end the run, although most of its ranks are
+        workers.
+        """
+        servers, ranks_per_node = update.servers, num_ranks // num_nodes
+        if servers <= ranks_per_node or servers % ranks_per_node == 0:
+            return []
+        num_server_nodes = -(-servers // ranks_per_node)
+        return [
+            LayoutError(
+                f"--update {update} with {plural(ranks_per_node, 'rank')} on each node: "
+                f"node {num_server_nodes - 1} would have servers and workers.",
+                cause="the servers share node 0 with workers, or fill the first nodes",
+                hint=f"--update ps,servers={num_server_nodes * ranks_per_node}, or --ranks-per-node {servers}",
             )
         ]
 

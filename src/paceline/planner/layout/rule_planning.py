@@ -22,8 +22,6 @@ class RulePlanning:
     """The reason for each setting that the rule does not support; `update_rule_checks` lists the keys."""
     flushes_pipeline: ClassVar[bool] = True
     """True if a pipeline is empty after each batch, so that its schedule has a bubble."""
-    can_use_several_nodes: ClassVar[bool] = True
-    """False if Paceline can't start the ranks of this rule on several machines."""
 
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that compute gradients; if there would be none, add an error to `problems`."""
@@ -43,6 +41,10 @@ class RulePlanning:
 
     def refuse_launcher(self, update: UpdateRule, *, launcher: str) -> Iterable[PacelineError]:
         """Return the errors of a run whose ranks are started by another launcher, such as torchrun or Slurm."""
+        return ()
+
+    def refuse_nodes(self, update: UpdateRule, *, num_nodes: int, num_ranks: int) -> Iterable[PacelineError]:
+        """Return the errors of a run on several nodes, which Paceline starts itself."""
         return ()
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterable[str]:

@@ -3,6 +3,8 @@
 Start with `parameter_server_step.py`.
 
 - `flat_buffers.py`: Flat byte buffers for the weights and gradients sent between workers and servers.
+- `lost_node_watch.py`: The first server's watch for lost nodes: it takes back what their workers were computing,
+  without their timeout.
 - `parameter_server_rule.py`: The rule of a parameter server: workers push gradients, servers hold the weights.
 - `parameter_server_step.py`: The step of a parameter server (Li et al., OSDI 2014): workers compute gradients, the
   server updates the weights.

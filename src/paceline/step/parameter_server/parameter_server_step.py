@@ -10,6 +10,7 @@ their parts when the first server tells them which gradient comes next.
 """
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ from paceline.config.update_rule import UpdateRule as Rule
 from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import RunError
 from paceline.launch.failures.failure_record import annotate_step
+from paceline.launch.inherited_environment import attempt_folder
 from paceline.step.microbatches import StepBatch
+from paceline.step.parameter_server.lost_node_watch import watch_lost_nodes
 from paceline.step.parameter_server.push_messages import (
     AppliedUpdate,
     GradientPush,
@@ -96,7 +99,9 @@ class ServerStep(SynchronousStep):
         state = self._state or self._open_server()
         pushed_batch = self._start_batch(step_batch, stop=stop)
         location = _location(step_batch, micro_batch_size=self._micro_batch_size)
-        state.offer_shares(self.steps_done, location, pushed_batch.shares if self.replica.world.is_main else ())
+        sizes = [micro.num_samples for micro in step_batch.batch.micro]  # type: ignore[attr-defined]
+        shares = pushed_batch.shares if self.replica.world.is_main else ()
+        state.offer_shares(self.steps_done, location, shares, micro_sizes=sizes)
         self.steps_done += 1
         if self._leases.sums_shares:
             self._apply_until(state, until=lambda: not self._open_batches)
@@ -171,6 +176,8 @@ class ServerStep(SynchronousStep):
         acceptor = ConnectionAcceptor(world.worker_endpoint, server=world.rank, timeout_seconds=world.timeout_seconds)
         self._server_threads = ServerThreads(self._state, acceptor=acceptor, is_first_server=world.is_main)
         self._server_threads.open()
+        if world.is_main:
+            watch_lost_nodes(self._state, world.worker_endpoint.launch_info, attempt_folder(os.environ))
         return self._state
 
     def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:
@@ -327,7 +334,7 @@ class ServerStep(SynchronousStep):
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
         """Complete a batch whose shares are all applied. If each share was one update, also step the LR schedulers."""
         del self._batches[batch.number]
-        del state.locations[batch.number]
+        state.complete_batch(batch.number)
         if not self._leases.sums_shares:
             batch.reduction.store(batch.ordered_pushes(), stop=batch.stop, sums_shares=False)
             self.replica.update.step_lr_schedulers()

@@ -11,13 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.console.formatting import plural
 from paceline.data.order.leases import BatchShare, Lease, Leases
+from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.errors import DesyncError, RunError
+from paceline.launch.several_nodes.lost_nodes import LostNode, LostWork
 from paceline.step.parameter_server.flat_buffers import layout_of
 from paceline.step.parameter_server.push_messages import GradientPush
 from paceline.step.parameter_server.transport import ConnectionLost
 
 _PATIENCE = 0.25  # as a fraction of the worker's timeout
+_LOSS_SECONDS = 10.0  # from the first end of a lost node's workers to the head's notice of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,8 @@ class ServerState:
     """The state shared between threads. A thread changes the attributes only while it holds `lock`.
 
     `version` is the number of applied updates. `pushes` has the pushes that wait for their update, by lease number.
-    `locations` has the location of each open batch's samples, by step.
+    `locations` has the location of each open batch's samples, by step, and `micro_sizes` the number of samples of each
+    of its microbatches.
     """
 
     def __init__(self, *, leases: Leases, served: ServedWeights, timeout_seconds: float) -> None:
@@ -49,6 +54,7 @@ class ServerState:
         self.version = 0
         self.pushes: dict[int, GradientPush] = {}
         self.locations: dict[int, Mapping[str, Any]] = {}
+        self.micro_sizes: dict[int, Sequence[int]] = {}
         self.worker_names: dict[int, str] = {}
         self.notes: list[str] = []
         self.failure: Exception | None = None
@@ -60,6 +66,7 @@ class ServerState:
         self._shared_version: int | None = None
         self._connected_workers: dict[int, int] = {}  # the rank of each
         self._replaced_workers: set[int] = set()
+        self._lost_work: dict[int, tuple[float, LostWork]] = {}  # of the last lost worker of each rank, and when
         self._order_by_epoch: dict[int, str] = {}
 
     @property
@@ -80,14 +87,16 @@ class ServerState:
         """
         return self._layout.empty_buffer() if self._shared_buffer is None else self._shared_buffer
 
-    def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
+    def offer_shares(
+        self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare], *, micro_sizes: Sequence[int] = ()
+    ) -> None:
         """Offer a batch's shares. `location` says where the batch's samples are.
 
         The weights are packed again, because the main loop may have changed them since the last batch.
         """
         with self.lock:
             self.has_started = True
-            self.locations[step] = location
+            self.locations[step], self.micro_sizes[step] = location, micro_sizes
             self._shared_version = None
             self.leases.add_shares(shares)
             self.lock.notify_all()
@@ -99,6 +108,11 @@ class ServerState:
         """
         with self.lock:
             return self.lock.wait_for(lambda: self.has_started or self.is_over, timeout=self.patience)
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait up to this many seconds for the end of the run, and return whether it is over."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.is_over, timeout=seconds)
 
     def end_run(self) -> None:
         """Mark the run as over and wake all waiting threads."""
@@ -142,12 +156,42 @@ class ServerState:
         with self.lock:
             self._remove_worker(worker, reason=reason)
 
+    def lose_node(self, node: LostNode) -> LostWork:
+        """Remove the workers of a lost node, and return what they had not pushed.
+
+        The server may have noticed before that their processes have ended.
+        """
+        ranks = range(node.first_rank, node.first_rank + node.num_ranks)
+        with self.lock:
+            for worker in [worker for worker, rank in self._connected_workers.items() if rank in ranks]:
+                self._replaced_workers.add(worker)
+                self._remove_worker(worker, reason="whose node is gone")
+            since = time.monotonic() - node.silent_seconds - _LOSS_SECONDS
+            works = [self._lost_work.pop(rank, (0.0, None)) for rank in ranks]
+            lost = [work for lost_time, work in works if work is not None and lost_time >= since]
+            work = LostWork(gradients=sum(one.gradients for one in lost), samples=sum(one.samples for one in lost))
+            self.notes.append(
+                f"{node.name} is lost after step {node.step}: {work.describe()}; "
+                f"{plural(self.num_workers, 'worker')} left"
+            )
+            return work
+
+    def complete_batch(self, step: int) -> None:
+        """Forget where the samples of a batch are. The caller holds the lock."""
+        del self.locations[step], self.micro_sizes[step]
+
+    def _num_samples(self, share: BatchShare) -> int:
+        sizes = self.micro_sizes[share.step]
+        return sum(sizes[i] for i in assign_microbatches(len(sizes), replica=share.number, replicas=share.num_shares))
+
     def _remove_worker(self, worker: int, *, reason: str) -> None:
         if worker not in self._connected_workers:
             return
-        del self._connected_workers[worker]
+        rank = self._connected_workers.pop(worker)
         self.last_disconnect_time = time.monotonic()
         freed = self.leases.release_worker(worker)
+        samples = sum(map(self._num_samples, freed))
+        self._lost_work[rank] = time.monotonic(), LostWork(gradients=len(freed), samples=samples)
         if not self.is_over:
             lost_shares = ", ".join(
                 f"share {share.number + 1} of {share.num_shares} of step {share.step + 1}" for share in freed
