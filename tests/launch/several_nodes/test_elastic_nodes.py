@@ -40,7 +40,7 @@ def test_nodes_come_and_go_without_a_lost_step(shop: Shop, layout: str) -> None:
     left = nodes.end(2)
     ends = [nodes.end(node) for node in (0, 1)]
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
-    assert left.code == 75 and "asked to stop; the others continue" in left.screen, left.screen
+    assert left.code == 75 and "node 2: asked to stop" in left.screen, left.screen
     assert ") has come; saving, then continuing on 3 nodes" in ends[0].err, ends[0].screen
     assert "rank 2) was asked to stop; saving, then continuing without it" in ends[0].err, ends[0].screen
     assert "continuing on 2 of 3 nodes, with 2 ranks" in ends[0].err, ends[0].screen

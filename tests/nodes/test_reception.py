@@ -1,0 +1,153 @@
+"""The reception of nodes that come and go: who gets a place, and with which number."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from paceline.commands.common.node_admission import NodeAdmission
+from paceline.config.settings import Nodes
+from paceline.errors import MachineError
+from paceline.nodes.examination import RUN, answer_head
+from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.machine_facts import MachineFacts
+from paceline.nodes.node_meeting import Reception, join_head, listen_as_head
+from paceline.nodes.node_place import NodePlace
+from tests.nodes.test_examination import free_port
+from tests.nodes.test_fact_findings import machine
+from tests.waiting import wait_until
+
+
+class Door:
+    """A head that welcomes two to four nodes."""
+
+    def __init__(self) -> None:
+        self.place = NodePlace(num_nodes=4, least_nodes=2, head_host="127.0.0.1", port=free_port(), node=None)
+        listener = listen_as_head(self.place)
+        assert listener is not None
+        self.listener = listener
+        self.lines: list[str] = []
+        self.channels: list[LineChannel] = []
+
+    def come(self, node: int | None = None) -> LineChannel:
+        own = NodePlace(num_nodes=4, least_nodes=2, head_host="127.0.0.1", port=self.place.port, node=node)
+        self.channels.append(join_head(own, wait_seconds=5))
+        return self.channels[-1]
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reception(door: Door) -> Iterator[Reception]:
+    made = Reception(door.listener, door.place)
+    yield made
+    made.close()
+    for arrival in made._arrivals:
+        arrival.channel.close()
+
+
+def wait_for(reception: Reception, lines: list[str], *, last_call: float = 0.0) -> list[int]:
+    seats, findings = reception.wait(wait_seconds=5, report=lines.append, last_call_seconds=last_call)
+    assert not findings
+    return sorted(seats)
+
+
+def test_the_smallest_number_waits_for_more_until_the_last_call(door: Door, reception: Reception) -> None:
+    door.come()
+    start_time = time.monotonic()
+    assert wait_for(reception, door.lines, last_call=0.6) == [1]
+    assert time.monotonic() - start_time >= 0.6
+
+
+def test_a_node_that_leaves_during_the_last_call_does_not_count(door: Door, reception: Reception) -> None:
+    door.come()
+    door.come().close()
+    wait_until(lambda: bool(reception._arrivals))
+    assert wait_for(reception, door.lines, last_call=1.0) == [1]
+
+
+def test_a_node_that_comes_later_gets_a_free_number_even_if_its_own_is_taken(door: Door, reception: Reception) -> None:
+    """A node that was cut off comes again with its number, before the head has seen that it is lost."""
+    door.come(node=1)
+    assert wait_for(reception, door.lines) == [1]
+    with pytest.raises(MachineError, match="all nodes are here already"):
+        door.come(node=1)
+    reception.open_again()
+    door.come(node=1)
+    seats, findings = reception.next_arrivals(seconds=5)
+    assert (sorted(seats), findings) == ([2], [])
+    assert reception.next_arrivals(seconds=0.1) == ({}, [])
+
+
+def test_the_place_of_a_lost_node_is_free_again(door: Door, reception: Reception) -> None:
+    door.come()
+    seats, _ = reception.wait(wait_seconds=5, report=door.lines.append)
+    reception.open_again()
+    for _ in range(2):
+        door.come()
+    late = reception.next_arrivals(seconds=5)[0]
+    late |= reception.next_arrivals(seconds=5 if len(late) < 2 else 0)[0]
+    assert sorted(late) == [2, 3]
+    with pytest.raises(MachineError, match="all nodes are here already"):
+        door.come()
+    reception.vacate(seats[1].channel)
+    door.come()
+    assert sorted(reception.next_arrivals(seconds=5)[0]) == [1]
+
+
+def answer(door: Door, channel: LineChannel, tmp_path: Path, facts: MachineFacts) -> Callable[[], object]:
+    """Answer the head as a member in a thread, and return a function for the last message."""
+    ends: list[object] = []
+
+    def run() -> None:
+        try:
+            ends.append(answer_head(channel, door.place, read_facts=lambda: facts, run_folder=tmp_path))
+        except (OSError, MachineError) as error:
+            ends.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+
+    def end() -> object:
+        thread.join(10)
+        return ends[0]
+
+    return end
+
+
+def test_one_node_that_does_not_fit_is_no_harm_to_another_that_comes_with_it(
+    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Nodes(wait=5.0, last_call=0.0)
+    facts = machine(0, address="127.0.0.1")
+    admission = NodeAdmission(door.listener, door.place, facts, run_folder=tmp_path, settings=settings)
+    first = answer(door, door.come(), tmp_path, machine(1, address="127.0.0.1"))
+    first_members = admission.admit_first()
+    assert sorted(first_members) == [1]
+    assert first()["do"] == RUN  # type: ignore[index]
+    admission._reception.open_again()
+    good, bad = door.come(), door.come()
+    admission.open_again()  # now somebody looks
+    ends = [
+        answer(door, good, tmp_path, machine(2, address="127.0.0.1")),
+        answer(door, bad, tmp_path, machine(3, address="127.0.0.1", packages={"torch": "0.1", "numpy": "2.1.0"})),
+    ]
+    results = [end() for end in ends]
+    assert [result["do"] for result in results] == [RUN, "end"], results  # type: ignore[index]
+    admission.close()
+    taken = admission.take()
+    assert sorted(taken) == [2]
+    assert "not admitted: torch" in capsys.readouterr().err
+    for member in [*first_members.values(), *taken.values()]:
+        member.link.close()
