@@ -173,9 +173,9 @@ def test_an_error_of_a_worker_on_another_node_ends_the_run(shop: Shop) -> None:
     shop.write(
         "broken.py", job.replace(line, f"    if os.environ['RANK'] == '2': raise ValueError('only here')\n{line}")
     )
-    nodes = nodes_of(shop, "--update", "ps", "--ranks-per-node", "2", count=3)
+    nodes = nodes_of(shop, "--update", "ps", "--ranks-per-node", "2", count=3, steps=2000)  # other workers may be fast
     for node in range(3):
-        nodes.start(node, job="broken.py")
+        nodes.start(node, job="broken.py", environ=SLOW)
     ends = nodes.ends()
     assert [end.code for end in ends] == [1, 1, 1], [end.screen for end in ends]
     assert not any("was killed again" in end.screen for end in ends), [end.screen for end in ends]
