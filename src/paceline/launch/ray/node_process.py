@@ -81,7 +81,7 @@ def refusal_to_end(code: int, reason: StopReason) -> str:
 
 
 def main() -> None:
-    """Run the command in the arguments. The first argument is the process id of the parent, with which this one ends."""
+    """Run the command in the arguments. The first one is the id of the parent process, with which this one ends."""
     die_with_parent(int(sys.argv.pop(1)))
     resolve("paceline.cli:entry")()
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ class RayRun:
     """A training, and what Ray has to know about it."""
 
     name: str
-    command: tuple[str, ...]
+    command: str
     """The command of each node, without its place among the nodes."""
     folder: str
     """The working folder, at the same path on all machines."""
@@ -52,13 +52,13 @@ def run_on_ray(run: RayRun) -> int:
             hint = "a folder on a disk that all machines share; cd to it, then paceline submit --to ray"
             raise UsageError(f"the working folder {run.folder} does not exist here.", hint=hint)
         os.chdir(run.folder)
-        return int(_load_trainer()(run))
+        return _load_trainer()(run)
     except PacelineError as error:
         print_line(f"error: {error}", sys.stderr)
         return int(error.exit_code)
 
 
-def _load_trainer():  # type: ignore[no-untyped-def]
+def _load_trainer() -> Callable[[RayRun], int]:
     """Return the function that trains with Ray, which is imported only here.
 
     Raises:
@@ -67,7 +67,7 @@ def _load_trainer():  # type: ignore[no-untyped-def]
     if find_spec("ray") is None:
         raise MachineError("Ray is not installed here.", hint=_INSTALL)
     try:
-        return resolve("paceline.launch.ray.ray_trainer:fit")
+        fit: Callable[[RayRun], int] = resolve("paceline.launch.ray.ray_trainer:fit")
     except (ImportError, UsageError) as error:
         version = getattr(sys.modules.get("ray"), "__version__", "of an unknown version")
         raise MachineError(
@@ -75,3 +75,4 @@ def _load_trainer():  # type: ignore[no-untyped-def]
             cause="its version is below 2.60, ray[train] is not installed, or RAY_TRAIN_V2_ENABLED is 0",
             hint=_INSTALL,
         ) from None
+    return fit

@@ -5,6 +5,7 @@ training goes on at the very step at which it was.
 """
 
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -91,7 +92,8 @@ def train_node(config: Mapping[str, Any]) -> int:
     run, switch, context = RayRun(**config["run"]), config["switch"], ray.train.get_context()
     rank, num_nodes = context.get_world_rank(), context.get_world_size()
     head = ray.train.collective.broadcast_from_rank_zero(_free_address() if rank == 0 else None)
-    node = NodeProcess([*run.command[1:], "--nodes", f"{num_nodes}:{head}", "--node", str(rank)], folder=run.folder)
+    place = ["--nodes", f"{num_nodes}:{head}", "--node", str(rank)]
+    node = NodeProcess([*shlex.split(run.command)[1:], *place], folder=run.folder)
     _nodes[:] = [node]
     threading.Thread(target=_watch_drains, args=(node,), name="paceline-drain-watch", daemon=True).start()
     while (code := node.wait(_POLL_SECONDS)) is None:
