@@ -47,7 +47,7 @@ class SageMakerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """What Ray has to know about the workers of a training. Ray starts one for each node."""
+    """The needs of a node, and how soon Ray changes their number."""
 
     cpus: str = "1"
     """The CPUs of each rank, as Ray counts them."""

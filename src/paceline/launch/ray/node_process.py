@@ -74,7 +74,7 @@ def refusal_to_end(code: int, reason: StopReason) -> str:
     if reason:
         return ""
     if code == ExitCode.STOPPED:
-        return "another node is lost, or this one was told to stop"
+        return "another node is lost, or a signal has stopped this one"
     if code < 0:
         return f"its agent was killed by {signal.Signals(-code).name}"
     return ""
