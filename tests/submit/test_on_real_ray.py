@@ -22,12 +22,12 @@ pytestmark = [
     pytest.mark.one_worker,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"),
 ]
-STEPS, PAUSE = 240, "0.1"
+STEPS, PAUSE = 400, "0.1"
 EXACT = [
     "--train.exact", "true", "--train.threads", "1", "--train.steps", str(STEPS), "--log.every", "1",
     "--watch.to", "console,jsonl", "--train.on_empty", "zero",
 ]  # fmt: skip
-SAVED_ONLY_WHEN_ASKED = ["--checkpoint.every", "1000000"]
+SAVED_ONLY_WHEN_ASKED = ["--checkpoint.every", "1000000", "--eval.every", "1000000"]
 
 
 class RayCluster:
@@ -38,6 +38,7 @@ class RayCluster:
         self.started: list[subprocess.Popen[str]] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.submit.ray_cluster", str(num_cpus)],
+            env=Shop.environ({"PAUSE": PAUSE}),  # which the workers of Ray inherit
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
