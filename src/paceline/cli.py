@@ -31,7 +31,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   report [RUN]        write a run's page
   why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
   doctor [JOB]        check this machine, or all nodes before a run: --nodes 3:host1
-  submit JOB          write the file for Slurm, Kubernetes or SageMaker: --to slurm --nodes 2 --ranks-per-node 8
+  submit JOB          write the file for Slurm, Kubernetes, Ray or SageMaker: --to slurm --nodes 2 --ranks-per-node 8
   ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 

@@ -17,7 +17,8 @@ Start with `command_table.py`.
 - `report.py`: The `report` verb: writes the HTML page of a run.
 - `simulate.py`: The `simulate` verb: simulates a step of a layout in virtual time, and forecasts the goodput under
   failures.
-- `submit.py`: The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes or SageMaker.
+- `submit.py`: The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes, Ray or
+  SageMaker.
 - `train.py`: The `train` verb: trains a job, or resumes a run.
 - `verify.py`: The `verify` verb: checks that a layout or an update rule trains as its reference in one process does.
 - `why.py`: The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity

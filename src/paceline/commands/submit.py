@@ -1,4 +1,4 @@
-"""The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes or SageMaker."""
+"""The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes, Ray or SageMaker."""
 
 import json
 import re
@@ -22,12 +22,19 @@ from paceline.submit.crd_checks import check_against_schema, read_crd_schema
 from paceline.submit.follow_job import follow_slurm
 from paceline.submit.kubernetes_checks import check_kubernetes
 from paceline.submit.kubernetes_files import kubernetes_file
+from paceline.submit.ray_script import check_ray_script, ray_script
 from paceline.submit.sagemaker_request import check_sagemaker, sagemaker_file
 from paceline.submit.slurm_script import TASK, slurm_script
 from paceline.submit.submission import Submission, SubmissionFile, write_submission
-from paceline.submit.target_options import read_kubernetes_options, read_sagemaker_options, read_slurm_options
+from paceline.submit.target_options import (
+    read_kubernetes_options,
+    read_ray_options,
+    read_sagemaker_options,
+    read_slurm_options,
+)
 
-_TARGETS = ("slurm", "k8s", "sagemaker")
+_TARGETS = ("slurm", "k8s", "ray", "sagemaker")
+_NODES = re.compile(r"(\d+)(?::(\d+))?")
 _ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
 _MIN_HOURS = 0.1
 _POD_FOLDER = "/runs"  # where pods mount the volume of the runs
@@ -40,9 +47,9 @@ class SubmitOptions:
     job: Annotated[str, tyro.conf.Positional]
     """job.py, job.py:NAME or pkg.module:NAME, as the nodes see it."""
     to: str = "slurm"
-    """slurm, k8s or sagemaker."""
-    nodes: int = 1
-    """Number of machines."""
+    """slurm, k8s, ray or sagemaker."""
+    nodes: str = "1"
+    """Number of machines. Ray: 2:4 for 2 to 4 of them, as many as the cluster has."""
     ranks_per_node: int = 1
     """Number of processes, and of GPUs, on each machine."""
     hours: float = 24.0
@@ -74,6 +81,19 @@ class SubmitOptions:
     json: bool = False
     """Print the result as JSON."""
 
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines, or the smallest one; 0 if it can't be read."""
+        return self.node_counts[0]
+
+    @property
+    def node_counts(self) -> range:
+        """The possible numbers of machines; 0 alone if they can't be read."""
+        match = _NODES.fullmatch(self.nodes)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            return range(1)
+        return range(int(match[1]), int(match[2] or match[1]) + 1)
+
 
 def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, the value for `--json`, and the text."""
@@ -103,9 +123,18 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
     if options.to not in _TARGETS:
         cause = did_you_mean(options.to, _TARGETS)
         problems.append(UsageError(f"--to {options.to}.", cause=cause, hint=f"--to {' | '.join(_TARGETS)}"))
-    for name, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node), ("hours", options.hours)):
+    if options.num_nodes <= 0:
+        hint = "--nodes 2; for Ray also --nodes 2:4"
+        problems.append(UsageError(f"--nodes {options.nodes} must be positive.", hint=hint))
+    for name, value in (("ranks-per-node", options.ranks_per_node), ("hours", options.hours)):
         if value <= 0:
             problems.append(UsageError(f"--{name} {value:g} must be positive.", hint=f"--{name} 1"))
+    if len(options.node_counts) > 1 and options.to != "ray":
+        hint = f"--nodes {options.node_counts[-1]}, or --to ray"
+        problems.append(UsageError(f"--nodes {options.nodes}: only Ray changes the number of machines.", hint=hint))
+    if options.to == "ray" and options.image:
+        hint = "the image is that of the cluster; leave --image out"
+        problems.append(UsageError("--image is not for Ray.", hint=hint))
     if options.to in ("k8s", "sagemaker") and not options.image:
         hint = "--image REGISTRY/NAME:TAG; docs/containers.md builds one"
         problems.append(UsageError(f"--to {options.to} needs a container image.", hint=hint))
@@ -117,7 +146,7 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
     if options.array and not _ARRAY.fullmatch(options.array):
         problems.append(UsageError(f"--array {options.array} can't be read.", hint="--array 1-4, or 1,3,7-9"))
     if options.follow and (options.to != "slurm" or options.array):
-        hint = "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=NAME, or squeue"
+        hint = "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=NAME, or squeue; Ray follows by itself"
         problems.append(UsageError("--follow is for one job of Slurm.", hint=hint))
     if options.device not in ("cuda", "cpu"):
         problems.append(UsageError(f"--device {options.device}.", hint="--device cuda | cpu"))
@@ -145,8 +174,13 @@ def _check_training(options: SubmitOptions, settings: list[str]) -> None:
     Raises:
         PacelineError: `paceline train` would refuse the command.
     """
-    place = NodePlace(num_nodes=options.nodes, head_host="node0", port=DEFAULT_PORT, node=0)
-    is_alone = options.nodes == 1
+    for num_nodes in options.node_counts:
+        _check_on_nodes(num_nodes, options, settings)
+
+
+def _check_on_nodes(num_nodes: int, options: SubmitOptions, settings: list[str]) -> None:
+    place = NodePlace(num_nodes=num_nodes, head_host="node0", port=DEFAULT_PORT, node=0)
+    is_alone = num_nodes == 1
     common = RunOptions(
         layout=options.layout,
         update=options.update,
@@ -172,7 +206,7 @@ def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
         words=(*words, *settings),
         run=f"{_POD_FOLDER}/{Path(own_run).name}" if options.to == "k8s" else own_run,
         folder=Path(own_run) / "submit",
-        num_nodes=options.nodes,
+        num_nodes=options.num_nodes,
         ranks_per_node=options.ranks_per_node,
         hours=options.hours,
         uses_gpus=options.device != "cpu",
@@ -191,6 +225,9 @@ def _make_file(options: SubmitOptions, submission: Submission) -> tuple[Submissi
     if options.to == "sagemaker":
         file = sagemaker_file(submission, read_sagemaker_options(options.using))
         return file, check_sagemaker(json.loads(file.text))
+    if options.to == "ray":
+        file = ray_script(submission, read_ray_options(options.using), max_nodes=options.node_counts[-1])
+        return file, check_ray_script(file.text)
     own = read_kubernetes_options(options.using)
     file = kubernetes_file(submission, own)
     return file, _check_yaml(file.text, crd=own.crd)
@@ -218,7 +255,7 @@ def _check_yaml(text: str, *, crd: str) -> list[str]:
 
 def _cost(options: SubmitOptions, price: float) -> float:
     """Return the largest possible cost of one start of all tasks."""
-    return options.nodes * options.hours * price * _num_tasks(options.array)
+    return options.node_counts[-1] * options.hours * price * _num_tasks(options.array)
 
 
 def _num_tasks(array: str) -> int:
@@ -234,7 +271,7 @@ def _cost_lines(options: SubmitOptions) -> list[str]:
         return []
     cost, num_tasks = _cost(options, options.price), _num_tasks(options.array)
     tasks = f"{num_tasks} times " if num_tasks > 1 else ""
-    machines = plural(options.nodes, "machine")
+    machines = plural(options.node_counts[-1], "machine")
     return [f"at most {cost:,.2f} for each start: {tasks}{machines} for {options.hours:g} h at {options.price:g} each"]
 
 

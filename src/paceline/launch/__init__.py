@@ -20,6 +20,8 @@ Start with `launcher.py`.
 - `run_outcome.py`: The outcome of a run that this machine launched, and what the screen and `--json` say about it.
 - `agent/`: The supervisor that starts, watches and ends the ranks of one machine, and the main function of a rank.
 - `failures/`: Failure diagnosis: finds which rank failed first, which rank hangs and where, and whether memory ran out.
+- `ray/`: Training under Ray Train: Ray places, resizes and restarts its workers, and each worker starts the agent of a
+  node.
 - `several_nodes/`: A run over several nodes that Paceline starts itself: one agent on each node, and the head's agent
   decides.
 - `torchrun/`: `torchrun --rdzv-backend=paceline`: torchrun's workers are forked from a process that has torch imported.

@@ -9,6 +9,7 @@ Start with `submission.py`.
   would refuse.
 - `kubernetes_files.py`: The files for Kubernetes: a JobSet, a TrainJob of Kubeflow, or an indexed Job where neither is
   installed.
+- `ray_script.py`: The script for Ray: a driver that Ray starts in its cluster.
 - `sagemaker_request.py`: The request for a SageMaker training job, and what the service would refuse of it.
 - `slurm_script.py`: The batch script for Slurm.
 - `submission.py`: A training to hand in to a scheduler, and the files that hand it in.

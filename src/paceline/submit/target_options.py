@@ -1,5 +1,6 @@
 """The options that only one scheduler has: `--using partition=gpu account=me`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -42,6 +43,16 @@ class SageMakerOptions:
     """SUBNET,SECURITY_GROUP of the file system."""
     spot: str = "false"
     """true: use spot machines, which may be interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """The needs of a node, and how soon Ray changes their number."""
+
+    cpus: str = "1"
+    """The CPUs of each rank, as Ray counts them."""
+    resize_seconds: str = "60"
+    """How often Ray looks whether the cluster has room for another number of nodes."""
 
 
 def read_slurm_options(words: Sequence[str]) -> dict[str, str]:
@@ -94,6 +105,24 @@ def read_sagemaker_options(words: Sequence[str]) -> SageMakerOptions:
     return options
 
 
+def read_ray_options(words: Sequence[str]) -> RayOptions:
+    """Return the options for Ray.
+
+    Raises:
+        UsageError: a word is not NAME=VALUE, no such option, or its value is no number.
+    """
+    values = _split(words)
+    _refuse_unknown(values, [field.name for field in fields(RayOptions)])
+    problems: list[PacelineError] = [
+        UsageError(f"--using {name}={text} is no number above 0.", hint=f"{name}={getattr(RayOptions(), name)}")
+        for name, text in values.items()
+        if not _NUMBER.fullmatch(text) or not float(text)
+    ]
+    raise_all(problems)
+    return RayOptions(**values)
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _SET_BY_SCRIPT = (
     "nodes", "ntasks", "ntasks_per_node", "time", "signal", "requeue", "open_mode", "output", "array", "job_name",
     "chdir", "exclusive", "mem", "gpus_per_node",
