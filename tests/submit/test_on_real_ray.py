@@ -75,9 +75,7 @@ class RayCluster:
         return (self.folder / f"{run}.out").read_text()
 
     def shutdown(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        self._process.communicate(timeout=60)  # closes its input, at which it ends the cluster
 
     def _read_line(self) -> str:
         assert self._process.stdout is not None
