@@ -144,6 +144,7 @@ def test_one_node_that_does_not_fit_is_no_harm_to_another_that_comes_with_it(
         answer(door, bad, tmp_path, machine(3, address="127.0.0.1", packages={"torch": "0.1", "numpy": "2.1.0"})),
     ]
     results = [end() for end in ends]
+    wait_until(lambda: not admission._examined)
     assert [result["do"] for result in results] == [RUN, "end"], results  # type: ignore[index]
     admission.close()
     taken = admission.take()

@@ -228,6 +228,8 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
     progress = outcome.progress
     has_started, newest_step = progress.start_step >= 0, _newest_step(request)
     start_step = progress.start_step if has_started else newest_step
+    is_refused = outcome.exit_code == ExitCode.REFUSED
+    is_wrong_size = request.nodes is not None and request.nodes.leave_out_size(is_refused=is_refused)
     return AttemptEnded(
         exit_code=outcome.exit_code,
         failure=outcome.failure,
@@ -237,6 +239,7 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
         saved_step=newest_step,
         time=time.monotonic(),
         max_restarts=progress.max_restarts if progress.max_restarts >= 0 else None,
+        is_wrong_size=is_wrong_size,
     )
 
 

@@ -17,7 +17,7 @@ class RunFolderProbe:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.name = f".paceline-{socket.gethostname()}-{os.getpid()}"
+        self.name = f".paceline-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.problem = ""
         """Why the folder can't be written; empty if it can."""
         self._folder = folder

@@ -234,3 +234,12 @@ def test_a_failure_while_the_nodes_change_restarts_as_any_other() -> None:
     policy.handle(NodesChange(reason="node 2 (host2) has come"))
     assert policy.handle(end(KILL)) == [StartAttempt(after=KILL)]
     assert policy.handle(end(None, code=ExitCode.STOPPED)) == [EndRun()]
+
+
+def test_a_number_of_nodes_that_the_job_refuses_is_followed_by_another_one() -> None:
+    refusal = Failure(rank=1, kind="LayoutError", message="6 stages, but the model has only 4 blocks")
+    refused = end(refusal, code=ExitCode.REFUSED, start=100, reached=100)
+    assert is_over(started().handle(refused))
+    line, again = started().handle(replace(refused, is_wrong_size=True))
+    assert isinstance(line, PrintLine) and "does not fit the job" in line.text
+    assert again == StartAttempt(after=refusal)

@@ -116,3 +116,16 @@ def test_what_can_not_change_its_size_is_refused(shop: Shop, words: tuple[str, .
     nodes.start(0)
     end = nodes.end(0)
     assert end.code == 2 and says in end.screen and "--nodes 4:127.0.0.1" in end.screen, end.screen
+
+
+def test_a_number_of_nodes_that_the_job_refuses_is_not_tried_again(shop: Shop) -> None:
+    """Three microbatches of the start do not fit the microbatch size of the next number of nodes."""
+    nodes = elastic_nodes(shop, "--train.gradient_accumulation_steps", "3", least=1, count=2)
+    nodes.start(0, environ={"PAUSE": "0.03"})
+    wait_for_step(shop.path / "many", 3)
+    nodes.start(1, environ={"PAUSE": "0.03"})
+    ends = [nodes.end(node) for node in (0, 1)]
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    said = "this number of nodes does not fit the job, so it is not tried again"
+    assert said in ends[0].err and "continuing on 1 of 2 nodes" in ends[0].err, ends[0].screen
+    assert trained_steps(shop.path / "many") == list(range(1, STEPS + 1))

@@ -422,3 +422,13 @@ def test_a_last_call_may_be_longer_than_the_wait(tmp_path: Path) -> None:
     wait_until(lambda: bool(nodes.group._members[1].link.loss))
     assert nodes.group.gather(is_stopped=lambda: False) == "" and nodes.group.num_nodes == 2
     nodes.close()
+
+
+def test_a_size_that_is_refused_is_left_out_if_another_one_was_good(elastic: Nodes3, tmp_path: Path) -> None:
+    assert not elastic.group.leave_out_size(is_refused=True)  # the first attempt: the job has an error
+    assert not elastic.group.leave_out_size(is_refused=False)
+    assert not elastic.group.leave_out_size(is_refused=True)  # it worked before on as many
+    elastic.replacements = {3: elastic.member(3)}
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 4
+    assert elastic.group.leave_out_size(is_refused=True)
+    assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 3

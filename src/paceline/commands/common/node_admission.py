@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ _END_SECONDS = 2.0  # for an examination that is cut off
 class NodeAdmission:
     """The admission by the head, whose own facts are `facts`.
 
-    `admit_first` admits the nodes with which the run starts. After `open_again`, a thread examines the nodes that come
+    `admit_first` admits the nodes with which the run starts. After `open_again`, threads examine the nodes that come
     later, while the run lasts, and `take` returns those that may take part.
     """
 
@@ -42,7 +43,6 @@ class NodeAdmission:
         self._newcomers: SimpleQueue[dict[int, Member]] = SimpleQueue()
         self._closed = threading.Event()
         self._examined: list[LineChannel] = []
-        self._thread: threading.Thread | None = None
 
     def admit_first(self) -> dict[int, Member]:
         """Wait for the nodes, and return them by their number.
@@ -58,8 +58,7 @@ class NodeAdmission:
     def open_again(self) -> None:
         """Admit further nodes from now on, if there is a place for them."""
         self._reception.open_again()
-        self._thread = threading.Thread(target=self._admit_newcomers, name="paceline-admission", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._admit_newcomers, name="paceline-admission", daemon=True).start()
 
     def take(self) -> dict[int, Member]:
         """Return the nodes that were admitted since the last call, by their number."""
@@ -79,24 +78,32 @@ class NodeAdmission:
         self._reception.close()
         for channel in list(self._examined):
             channel.close()
-        if self._thread is not None:
-            self._thread.join(timeout=_END_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        while self._examined and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
 
     def _admit_newcomers(self) -> None:
         while not self._closed.is_set():
             seats, findings = self._reception.next_arrivals(seconds=_POLL_SECONDS)
             for finding in findings:
                 print_meeting_line(f"sent away: {finding.what}" + (f" ({finding.hint})" if finding.hint else ""))
-            for node, seat in seats.items():  # one by one: what is wrong with one does not concern another
-                self._examined.append(seat.channel)
-                try:
-                    self._newcomers.put(self._admit({node: seat}))
-                except PacelineError as error:
-                    print_meeting_line(f"not admitted: {error_line(error)}")
-                except OSError as error:
-                    print_meeting_line(f"not admitted: {seat.hello.host} has gone ({error})")
-                    self._reception.vacate(seat.channel)
-                self._examined.remove(seat.channel)
+            for node, seat in seats.items():  # a node that is slow, or does not fit, is no harm to another one
+                threading.Thread(
+                    target=self._admit_newcomer, args=(node, seat), name="paceline-examination", daemon=True
+                ).start()
+
+    def _admit_newcomer(self, node: int, seat: Arrival) -> None:
+        self._examined.append(seat.channel)
+        try:
+            self._newcomers.put(self._admit({node: seat}))
+        except PacelineError as error:
+            if not self._closed.is_set():
+                print_meeting_line(f"not admitted: {error_line(error)}")
+        except OSError as error:
+            print_meeting_line(f"not admitted: {seat.hello.host} has gone ({error})")
+            self._reception.vacate(seat.channel)
+        finally:
+            self._examined.remove(seat.channel)
 
     def _admit(self, seats: Mapping[int, Arrival], findings: Sequence[Finding] = ()) -> dict[int, Member]:
         """Examine nodes that have come, and return them as members of the run.

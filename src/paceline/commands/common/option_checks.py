@@ -15,7 +15,7 @@ from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
 
-_RANKS_OPTION = re.compile(r"--ranks (\d+)\b")
+_RANKS_OPTION = re.compile(r"(?<!on one machine, )--ranks (\d+)\b")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 

@@ -62,6 +62,8 @@ class AttemptEnded:
     saved_step: int
     time: float
     max_restarts: int | None = None
+    is_wrong_size: bool = False
+    """Whether the job has refused this number of nodes, and another one is possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,9 @@ class RestartPolicy:
             return [EndRun(reason=_STOP_REASON)]
         if is_lost_node:
             return self._replace_node(failure)
+        if event.is_wrong_size:
+            text = f"{failure.summary}; this number of nodes does not fit the job, so it is not tried again"
+            return [PrintLine(text=text), self._start_attempt(after=failure)]
         if event.saved_step > self._saved_step:
             self._num_restarts = self._num_waits = 0
         self._saved_step = max(self._saved_step, event.saved_step)

@@ -93,6 +93,7 @@ class NodeGroup:
         self._hosts = {0: own_host, **{node: member.host for node, member in members.items()}}
         self._interface_address = interface_address
         self._node_counts = tuple(node_counts)
+        self._largest_count = node_counts[0]
         self._admission = admission
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
@@ -107,6 +108,7 @@ class NodeGroup:
         self._farewells: dict[int, str] = {}  # why nodes left, by their own words
         self._silent: set[int] = set()  # nodes of whose silence the screen says something
         self._active = self._choose_nodes()  # the nodes of the current attempt, the head first
+        self._good_count = 0  # the number of nodes of an attempt whose number fitted the job
 
     @property
     def num_nodes(self) -> int:
@@ -219,6 +221,20 @@ class NodeGroup:
         new = [node for node in self._members if node in chosen and node not in self._active][-1]  # the last to come
         return f"node {new} ({self._hosts[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
 
+    def leave_out_size(self, *, is_refused: bool) -> bool:
+        """Learn from an attempt whether its number of nodes fits the job, which may have refused it.
+
+        Return whether another number was tried before and fitted: then the refused one is not tried again.
+        """
+        count = len(self._active)
+        if not is_refused:
+            self._good_count = count
+            return False
+        if self._good_count in (0, count) or count not in self._node_counts:
+            return False
+        self._node_counts = tuple(other for other in self._node_counts if other != count)
+        return True
+
     def gather(self, *, is_stopped: Callable[[], bool]) -> str:
         """Choose the nodes of the next attempt. Return why the run can't go on, or "" if it can.
 
@@ -285,6 +301,8 @@ class NodeGroup:
                 self._lost.remove(node)
             self._leaving.discard(node)
             self._members[node], self._hosts[node] = member, member.host
+            if self._start is not None and not self._workers.is_in_use and node not in self._choose_nodes():
+                print_line(f"node {node} ({member.host}) has come; it waits until more nodes are there", sys.stderr)
             if self._start is not None and self._workers.welcome(node):
                 del self._results[node]
                 print_line(f"{self._describe(node)} takes the place of the lost one", sys.stderr)
@@ -298,7 +316,7 @@ class NodeGroup:
     def _report_size(self, chosen: Sequence[int]) -> None:
         """Say on how many nodes the run continues, if that changes."""
         if len(chosen) != len(self._active):
-            largest = self._node_counts[0]
+            largest = self._largest_count
             ranks = plural(len(chosen) * self.ranks_per_node, "rank")
             print_line(f"continuing on {len(chosen)} of {plural(largest, 'node')}, with {ranks}", sys.stderr)
 
@@ -376,6 +394,8 @@ class NodeGroup:
         self._farewells.pop(node, None)
         if node in self._active and node not in self._leaving:
             self._lost.append(node)
+        if node not in self._active:
+            print_line(f"node {node} ({self._hosts[node]}), which waited, has gone: {reason}", sys.stderr)
         if node in self._results or node not in self._active:
             return
         message = f"{self._describe(node)} is gone: {reason}"

@@ -49,7 +49,7 @@ class WorkerNodes:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the current attempt has parameter servers."""
+        """True if the current attempt has parameter servers."""
         return self._servers > 0
 
     def has_only_workers(self, node: int) -> bool:
