@@ -246,5 +246,7 @@ def test_without_a_cluster_the_script_says_so(cluster: RayCluster) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     path = cluster.folder / "alone" / "submit" / "ray_job.py"
-    done = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 3 and "there is no Ray cluster here" in done.stderr

@@ -32,6 +32,7 @@ from paceline.launch.ray.node_process import NodeProcess, StopReason, refusal_to
 from paceline.launch.ray.ray_run import RayRun
 
 _POLL_SECONDS = 1.0
+_CONNECT_SECONDS = 10.0
 _SAVE_SECONDS = 600.0  # for the nodes to save before Ray ends their workers
 _SECONDS_PER_HOUR = 3600.0
 _nodes: list[NodeProcess] = []
@@ -155,14 +156,18 @@ def fit(run: RayRun) -> int:
 
 
 def _connect() -> None:
-    """Connect to the cluster of this job.
+    """Connect to the cluster of this job. An address that nobody answers is tried first: Ray would wait for minutes.
 
     Raises:
         MachineError: there is none.
     """
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
-    except (ConnectionError, RuntimeError) as error:
+        if "://" not in address and port.isdecimal():
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address=address)
+    except (OSError, RuntimeError) as error:
         raise MachineError(
             f"there is no Ray cluster here: {next(iter(str(error).splitlines()), '')}.",
             hint="ray job submit hands the file in to a cluster; ray start --head starts one on this machine",
