@@ -33,6 +33,7 @@ from paceline.launch.ray.ray_run import RayRun
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 10.0
+_NO_NODE_SECONDS = 60.0  # a node asks every second, also while it saves
 _SAVE_SECONDS = 600.0  # for the nodes to save before Ray ends their workers
 _SECONDS_PER_HOUR = 3600.0
 _nodes: list[NodeProcess] = []
@@ -44,10 +45,11 @@ class NodeEnded(Exception):
 
 
 class StopSwitch:
-    """The stop request of the driver. It is an actor, which all workers ask."""
+    """The stop request of the driver. It is an actor, which all workers ask every second."""
 
     def __init__(self) -> None:
         self._is_on = False
+        self._asked_time = time.monotonic()
 
     def turn_on(self) -> None:
         """Ask all nodes to save and stop."""
@@ -55,7 +57,12 @@ class StopSwitch:
 
     def is_on(self) -> bool:
         """Return whether the nodes are asked to stop."""
+        self._asked_time = time.monotonic()
         return self._is_on
+
+    def silent_seconds(self) -> float:
+        """Return for how long no worker has asked."""
+        return time.monotonic() - self._asked_time
 
 
 class SavingBackend(Backend):  # type: ignore[misc]
@@ -99,7 +106,7 @@ def train_node(config: Mapping[str, Any]) -> int:
     threading.Thread(target=_watch_drains, args=(node,), name="paceline-drain-watch", daemon=True).start()
     while (code := node.wait(_POLL_SECONDS)) is None:
         with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray soon ends this worker
-            if not node.stop_reason and ray.get(switch.is_on.remote()):
+            if ray.get(switch.is_on.remote()) and not node.stop_reason:
                 node.ask_to_stop(StopReason.REQUEST)
     problem = refusal_to_end(code, node.stop_reason)
     if problem:
@@ -177,7 +184,8 @@ def _connect() -> None:
 def _wait_for_end(trainer: Any, switch: Any, *, seconds: float) -> int:
     """Run the trainer to its end, and return the exit code.
 
-    After a stop signal, or after `seconds`, the nodes are asked to save and stop.
+    After a stop signal, or after `seconds`, the nodes are asked to save and stop. Where no node runs, because the
+    cluster has no room for one, there is nothing to wait for.
     """
     ends: list[int] = []
     thread = threading.Thread(target=lambda: ends.append(_exit_code(trainer)), name="paceline-ray", daemon=True)
@@ -190,7 +198,17 @@ def _wait_for_end(trainer: Any, switch: Any, *, seconds: float) -> int:
                 is_stopping = True
                 print_line("stopping: all nodes save first", sys.stderr)
                 switch.turn_on.remote()
+            if is_stopping and _silent_seconds(switch) > _NO_NODE_SECONDS:
+                print_line("no node runs, so nothing is left to save", sys.stderr)
+                return int(ExitCode.STOPPED)
     return ends[0] if ends else int(ExitCode.FAILED)
+
+
+def _silent_seconds(switch: Any) -> float:
+    """Return for how long no node has asked whether it should stop; 0 if that is not known."""
+    with suppress(ray.exceptions.RayError):
+        return float(ray.get(switch.silent_seconds.remote(), timeout=_CONNECT_SECONDS))
+    return 0.0
 
 
 def _exit_code(trainer: Any) -> int:
