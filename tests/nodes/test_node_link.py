@@ -86,3 +86,15 @@ def test_what_is_no_json_is_the_loss_of_the_link() -> None:
         theirs.sendall(b"GET / HTTP/1.1\n")
         wait_until(lambda: bool(link.loss))
         assert link.loss == "a line is no JSON"
+
+
+def test_nobody_waits_for_a_network_that_takes_nothing() -> None:
+    """As if the other end were cut off: its system takes no more bytes."""
+    start_time = time.monotonic()
+    with connection() as (link, _):
+        for _ in range(100):
+            link.send({"text": "x" * 50_000})
+        assert time.monotonic() - start_time < 2.0
+        link.close()
+        assert time.monotonic() - start_time < 6.0
+        wait_until(lambda: not link._sender.is_alive())

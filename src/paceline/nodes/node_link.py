@@ -10,13 +10,16 @@ from typing import Any
 from paceline.nodes.line_channel import LineChannel
 
 _BEAT = {"do": "beat"}
-_BEAT_SECONDS = 1.0
+_END = object()
+_BEAT_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
 _POLL_SECONDS = 0.2
 _MAX_GAP_SECONDS = 2.0  # a longer time between two looks at the network is a pause of this process
 
 
 class NodeLink:
-    """A link over a channel. One thread receives messages, and another one sends a beat every second.
+    """A link over a channel. One thread receives messages, and another one sends them, or a beat every second.
+
+    Whoever sends a message does not wait: on a network that has become silent, a send may never end.
 
     The network is trusted, as it is by gloo and NCCL: whoever has the channel may send any message.
     """
@@ -27,10 +30,11 @@ class NodeLink:
         self.channel = channel
         self._messages: SimpleQueue[Any] = SimpleQueue()
         self._silence_seconds = 0.0
-        self._lock = threading.Lock()  # a line is sent whole
+        self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._receive, name="paceline-node", daemon=True).start()
-        threading.Thread(target=self._beat, name="paceline-beat", daemon=True).start()
+        self._sender = threading.Thread(target=self._send_messages, name="paceline-beat", daemon=True)
+        self._sender.start()
 
     @property
     def silence_seconds(self) -> float:
@@ -44,8 +48,7 @@ class NodeLink:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message. If the link is lost, nothing happens, because `loss` says it."""
-        with suppress(OSError), self._lock:
-            self.channel.send(message)
+        self._outgoing.put(message)
 
     def next_message(self) -> Any:
         """Return the next message that has arrived; None if there is none."""
@@ -55,8 +58,11 @@ class NodeLink:
             return None
 
     def close(self) -> None:
-        """Close the link."""
-        self._closed.set()
+        """Send what is left, for at most two seconds, and close the link."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._outgoing.put(_END)
+            self._sender.join(_CLOSE_SECONDS)
         self.channel.close()
 
     def _receive(self) -> None:
@@ -73,6 +79,12 @@ class NodeLink:
         except (OSError, ValueError) as error:
             self.loss = getattr(error, "strerror", None) or str(error)
 
-    def _beat(self) -> None:
-        while not self.loss and not self._closed.wait(_BEAT_SECONDS):
-            self.send(_BEAT)
+    def _send_messages(self) -> None:
+        while not self.loss:
+            message: Any = _BEAT
+            with suppress(Empty):
+                message = self._outgoing.get(timeout=_BEAT_SECONDS)
+            if message is _END:
+                return
+            with suppress(OSError):
+                self.channel.send(message)

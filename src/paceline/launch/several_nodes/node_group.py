@@ -394,7 +394,7 @@ class NodeGroup:
         self._farewells.pop(node, None)
         if node in self._active and node not in self._leaving:
             self._lost.append(node)
-        if node not in self._active:
+        if node not in self._active and node not in self._leaving:
             print_line(f"node {node} ({self._hosts[node]}), which waited, has gone: {reason}", sys.stderr)
         if node in self._results or node not in self._active:
             return

@@ -9,6 +9,8 @@ from paceline.launch.failures.rank_observer import RankObserver
 from paceline.launch.several_nodes.node_messages import RankPositions, as_message
 from paceline.nodes.node_link import NodeLink
 
+_MAX_SILENCE_SECONDS = 3.0
+
 
 class PositionReport:
     """The observer of a member's ranks in one attempt. It sends nothing as long as they train."""
@@ -23,5 +25,7 @@ class PositionReport:
         """Send what the ranks do, whose processes are `pids`, if one of them is silent. May be called often."""
         if not self._observer.update(pids) or not self._observer.has_silent_ranks(pids):
             return
+        if self._link.silence_seconds > _MAX_SILENCE_SECONDS:
+            return  # the head would get all of it at once, and late
         seen = [replace(p, host=self._host) for p in self._observer.positions(pids)]
         self._link.send(as_message(RankPositions(attempt=self._attempt, positions=tuple(seen))))
