@@ -50,7 +50,8 @@ def test_a_slow_link_changes_the_layout_and_offers_local_sgd(folder: Path, capfd
     ddp = next(row for row in slow["plans"] if row["layout"] == "ddp")
     offered = {option["option"]: option for option in slow["options"]}
     local = offered["--update local,every=8"]
-    assert local["layout"] == "ddp" and local["step_seconds"] < ddp["step_seconds"] / 5
+    sent_seconds = 8 * (512 * 512 + 512) * 4 / 2.5e6  # what ddp sends in a step, on a machine of any speed
+    assert local["layout"] == "ddp" and ddp["step_seconds"] - local["step_seconds"] > sent_seconds / 2
     assert "trains alone for 8 steps" in local["changes"]
     assert not [option for option in fast["options"] if "--update" in option["option"]]
 
