@@ -62,8 +62,9 @@ FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
     **dict.fromkeys(
         (
             "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every",
-            "checkpoint.background", "checkpoint.memory_every", "checkpoint.keep", "checkpoint.remote",
-            "checkpoint.remote_keep", "checkpoint.remote_timeout", "checkpoint.consolidated", "watch.to", "run_dir",
+            "checkpoint.background", "checkpoint.memory_every", "checkpoint.peer_copies", "checkpoint.keep",
+            "checkpoint.remote", "checkpoint.remote_keep", "checkpoint.remote_timeout", "checkpoint.consolidated",
+            "watch.to", "run_dir",
         ),
         _REPORTING,
     ),

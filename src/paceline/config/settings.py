@@ -83,13 +83,15 @@ class Checkpoint:
     """Settings for when to save, and what to keep.
 
     `background` writes checkpoints to disk while the training continues. `memory_every` is the number of steps between
-    two checkpoints in memory; 0 means none. `remote` is the URL of a store that gets a copy of the checkpoints; `none`
-    means no store. `remote_timeout` is how long a run waits at its end for a store that can't be written.
+    two checkpoints in memory; 0 means none. `peer_copies` is the number of other nodes that get a copy of those.
+    `remote` is the URL of a store that gets a copy of the checkpoints; `none` means no store. `remote_timeout` is how
+    long a run waits at its end for a store that can't be written.
     """
 
     every: Count | None = None
     background: bool = False
     memory_every: CountOrZero | None = None
+    peer_copies: CountOrZero = 1
     keep: Count = 3
     remote: str | None = None
     remote_keep: Count = 3

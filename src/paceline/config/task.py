@@ -50,6 +50,8 @@ class Task:
     """The failure of the attempt before, if the run restarted by itself."""
     memory_folder: str = ""
     """The folder of this command's checkpoints in memory; empty if it has none."""
+    peer_plan: Mapping[str, Any] | None = None
+    """The nodes that hold checkpoints in memory for each other (`PeerPlan` as JSON); None on a single machine."""
     job_handle: int | None = None
     """The descriptor of an open file with a job that is a Python object; valid only in this run's processes."""
 

@@ -95,8 +95,9 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     if run_lock is not None:
         remove_abandoned_memory_folders(request.run.path)
-    is_alone = request.nodes is None  # else a rank would not see what other nodes have in memory
-    memory_folder = choose_memory_folder() if request.saves_checkpoints and is_alone else ""
+    memory_folder = choose_memory_folder() if request.saves_checkpoints else ""
+    if request.nodes is not None:
+        memory_folder = request.nodes.memory.own.folder
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(
         environ={**launch_environ(os.environ, exact=request.exact), MEMORY_FOLDER: memory_folder},
@@ -229,7 +230,11 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
     has_started, newest_step = progress.start_step >= 0, _newest_step(request)
     start_step = progress.start_step if has_started else newest_step
     is_refused = outcome.exit_code == ExitCode.REFUSED
-    is_wrong_size = request.nodes is not None and request.nodes.leave_out_size(is_refused=is_refused)
+    is_wrong_size = False
+    if request.nodes is not None and is_refused:
+        is_wrong_size = request.nodes.counts.leave_out(request.nodes.num_nodes)
+    elif request.nodes is not None:
+        request.nodes.counts.accept(request.nodes.num_nodes)
     return AttemptEnded(
         exit_code=outcome.exit_code,
         failure=outcome.failure,
@@ -246,7 +251,8 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
 def _newest_step(request: LaunchRequest) -> int:
     """Return the step of the newest checkpoint, on disk or in memory; 0 if there is none."""
     newest = [resolve_mark(folder, LATEST) for folder in _checkpoint_folders(request)]
-    return max([0, *(parse_step(path) for path in newest if path is not None)])
+    on_nodes = 0 if request.nodes is None else request.nodes.memory.newest_step()
+    return max([0, on_nodes, *(parse_step(path) for path in newest if path is not None)])
 
 
 def _checkpoint_folders(request: LaunchRequest) -> list[Path]:

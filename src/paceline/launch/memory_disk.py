@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.filesystem.atomic_files import parse_json, read_regular
+from paceline.filesystem.atomic_files import parse_json, read_regular, write_text
 from paceline.filesystem.run_lock import LOCK
 
 MEMORY_DISK = Path("/dev/shm")
@@ -36,15 +36,31 @@ def describe_lock(run: Path) -> str:
     return json.dumps([str(path), stats.st_dev, stats.st_ino])
 
 
-def remove_abandoned_memory_folders(locked_run: Path) -> None:
+def lock_memory_folder(folder: Path) -> int:
+    """Mark a folder as in use until this process ends or closes the returned descriptor.
+
+    For a node of a run on several nodes: the lock of the run folder is held by another machine.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    path = folder / LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    stats = os.fstat(handle)
+    write_text(folder / LOCKED_RUN, json.dumps([str(path), stats.st_dev, stats.st_ino]))
+    return handle
+
+
+def remove_abandoned_memory_folders(locked_run: Path | None = None) -> None:
     """Remove the folders of this user's commands that were killed together with all of their processes.
 
     A folder is removed only if its command's own lock file was found and is not locked: another container may have
-    another run at the same path. The caller has locked `locked_run`, so folders of this run are abandoned too.
+    another run at the same path. If the caller has locked `locked_run`, folders of this run are abandoned too.
     """
     own_lock = None
     with suppress(OSError):
-        own_lock = json.loads(describe_lock(locked_run))
+        own_lock = None if locked_run is None else json.loads(describe_lock(locked_run))
     for folder in MEMORY_DISK.glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError, TypeError, LookupError):
             stats = folder.lstat()

@@ -16,7 +16,7 @@ from paceline.launch.inherited_environment import AGENT_PID, own_environ
 from paceline.launch.launcher_variables import USES_BACKEND
 from paceline.parallel.module_access.tensor_access import local_elements
 from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.saving.memory_folder import MemoryFolder
+from paceline.trainer.saving.memory.rank_memory import RankMemory
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _SPIKE_FACTOR = 1e4
@@ -58,7 +58,7 @@ def command_pid(faults: Sequence[Fault], run: Path) -> int:
     return psutil.Process(launcher).ppid() if USES_BACKEND in os.environ else launcher
 
 
-def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: MemoryFolder | None) -> None:
+def inject_step_fault(faults: Faults, *, step: int, setup: TrainingSetup, memory: RankMemory | None) -> None:
     """Inject the fault that is due on this rank before a step, if there is one. Every rank must call this.
 
     The checkpoint in memory of the step before is committed first, so that the same fault always has the same outcome.

@@ -31,7 +31,7 @@ from paceline.trainer.fault_injection import inject_step_fault
 from paceline.trainer.one_step_per_batch import BatchGuard
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.saving.checkpointer import Checkpointer
-from paceline.trainer.saving.memory_tier import MemoryTier
+from paceline.trainer.saving.memory.memory_tier import MemoryTier
 from paceline.trainer.saving.rollback import SKIPPED, Rollback
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval

@@ -26,6 +26,7 @@ INHERITED_FIELDS = (
     "resume",
     "restart",
     "memory_folder",
+    "peer_plan",
 )  # task fields that the ranks inherit from the script that starts them
 AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 

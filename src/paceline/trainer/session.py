@@ -51,11 +51,11 @@ from paceline.trainer.loop import Loop
 from paceline.trainer.saving.checkpointer import Checkpointer, open_checkpointer
 from paceline.trainer.saving.final_weights import best_weights_notes, write_final_weights
 from paceline.trainer.saving.grace_period import watch_grace_period
-from paceline.trainer.saving.memory_tier import open_memory_tier
+from paceline.trainer.saving.memory.memory_tier import open_memory_tier
 from paceline.trainer.saving.remote_start import RunStart, choose_start, finish_uploads
 from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.saving.resume_run import (
-    find_checkpoint,
+    find_checkpoint_of_restart,
     read_saved_identity,
     restart_events,
     restore,
@@ -260,14 +260,11 @@ class _SessionBuilder:
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.start.resume is None:
             return None, []
-        task, memory_folder = self.prepared_job.task, None
-        if task.restart is not None and task.memory_folder:
-            memory_folder = Path(task.memory_folder)
-        return find_checkpoint(
+        return find_checkpoint_of_restart(
+            self.prepared_job.task,
             self.run.checkpoints,
             requested=self.requested_checkpoint,
             world=self.world,
-            memory_folder=memory_folder,
             download=self.start.download,
             share_choice=self.start.share_choice(self.setup),
         )

@@ -22,7 +22,8 @@ from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
 from paceline.trainer.saving import memory_folder, space_checks
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.background_thread import BackgroundThread
-from paceline.trainer.saving.memory_folder import MemoryCheckpoint, MemoryFolder
+from paceline.trainer.saving.memory.memory_folder import MemoryFolder
+from paceline.trainer.saving.memory.rank_memory import MemoryCheckpoint
 from tests.checkpoint.test_damaged_checkpoints import STATE
 
 

@@ -12,8 +12,8 @@ from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.errors import SaveError
 from paceline.events import Note
-from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
-from paceline.trainer.saving.memory_tier import MemoryTier, open_memory_tier
+from paceline.trainer.saving.memory.memory_folder import MemoryFolder, open_memory_folder
+from paceline.trainer.saving.memory.memory_tier import MemoryTier, open_memory_tier
 
 
 class Writer:

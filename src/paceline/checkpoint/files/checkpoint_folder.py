@@ -8,7 +8,7 @@ bit is detected.
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,14 +65,16 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def open_checkpoint(path: Path) -> OpenCheckpoint:
+def open_checkpoint(path: Path, *, obtain: Callable[[str], None] | None = None) -> OpenCheckpoint:
     """Open a checkpoint. Its tensors are read, and compared with their digests, on demand.
+
+    With `obtain`, files may be missing: `obtain(name)` is called before a file is first read.
 
     Raises:
         CheckpointError: the manifest or a file is missing, truncated, changed or from another checkpoint.
     """
     body = read_manifest(path)
-    files = open_stored_files(path, body.files)
+    files = open_stored_files(path, body.files, obtain=obtain)
     if not files:
         raise CheckpointError(f"{path.name} lists no file, so it holds no weights.", where=str(path))
     for name, first in body.state.get("aliases", {}).items():

@@ -8,7 +8,8 @@ such as `model.rank-0003.safetensors`, and the manifest has an entry for each sh
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,12 @@ def unreadable_file_error(file: Path, error: OSError) -> MachineError:
     )
 
 
-def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, StoredTensors]:
+def open_stored_files(
+    path: Path, file_entries: FileEntries, *, obtain: Callable[[str], None] | None = None
+) -> dict[str, StoredTensors]:
     """Return the stored tensors of each kind, after checking every file's presence, size and header.
+
+    With `obtain`, files may be missing: `obtain(name)` is called before a file is first read, and then it is checked.
 
     Raises:
         CheckpointError: a file is missing, truncated or wrong, or an element of a tensor is in none of them.
@@ -181,10 +186,20 @@ def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, Stored
         raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
     shards: dict[str, list[StoredShard]] = {}
     for name, (file_schema, entries) in files.items():
-        _check_file(path, name, file_schema)
-        file = path / name
-        shards.setdefault(file_kind(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
+        check_file_name(path, name)
+        check = cache(partial(_obtain_and_check, path, name, file_schema, obtain))
+        if obtain is None:
+            check()
+        shards.setdefault(file_kind(name), []).extend(
+            StoredShard(file=path / name, entry=entry, obtain=check) for entry in entries
+        )
     return {kind: StoredTensors(kind_shards) for kind, kind_shards in shards.items()}
+
+
+def _obtain_and_check(path: Path, name: str, file_schema: FileSchema, obtain: Callable[[str], None] | None) -> None:
+    if obtain is not None:
+        obtain(name)
+    _check_file(path, name, file_schema)
 
 
 def check_file_name(path: Path, name: str) -> None:
@@ -201,7 +216,6 @@ def check_file_name(path: Path, name: str) -> None:
 
 def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
     """Raise an error for a file that is missing, truncated or from another checkpoint."""
-    check_file_name(path, name)
     file = path / name
     try:
         size, header = header_digest(file)

@@ -5,7 +5,7 @@ in each dimension.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
@@ -25,12 +25,20 @@ from paceline.errors import CheckpointError
 BoxRead = tuple[Shape, Shape, Shape]  # offset in the full tensor, offset in the result, size
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """One tensor in a file: a full tensor, or a box of a larger tensor."""
+    """One tensor in a file: a full tensor, or a box of a larger tensor.
+
+    `obtain` is called before the file is read. It gets the file, if that is on another machine.
+    """
 
     file: Path
     entry: TensorEntry
+    obtain: Callable[[], None] = _do_nothing
 
     @property
     def offset(self) -> Shape:
@@ -48,6 +56,7 @@ class StoredShard:
         Raises:
             CheckpointError: the bytes do not match their digest.
         """
+        self.obtain()
         return next(read_tensors(self.file, [self.entry]))
 
 

@@ -29,6 +29,8 @@ class AttemptPart:
     port: int = 0
     own_address: str = _LOOPBACK
     node: int = 0
+    memory_folder: str = ""
+    """The folder of this node's checkpoints in memory, if it shares them with other nodes."""
 
     def write_request(self, run: RunFolder, attempt: int, request: Mapping[str, Any]) -> Path:
         """Write the request for the fork server of this node to the folder of the attempt, and return its path.
@@ -40,6 +42,7 @@ class AttemptPart:
         path = folder / ("request.json" if self.node == 0 else f"request-node-{self.node}.json")
         own = {
             **request,
+            "payload": self._payload(request["payload"]),
             "folder": str(folder.resolve()),
             "first_rank": self.ranks.start,
             "local_ranks": len(self.ranks),
@@ -53,6 +56,13 @@ class AttemptPart:
                 failure_path(folder, rank).unlink(missing_ok=True)
             write_json(path, own, private=holds_secret(request["payload"].get("settings", ())))
         return path.resolve()
+
+    def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the payload for the ranks of this node."""
+        plan = payload.get("peer_plan")
+        if plan is None:
+            return payload
+        return {**payload, "memory_folder": self.memory_folder, "peer_plan": {**plan, "node": self.node}}
 
     def _variables(self) -> dict[str, str]:
         """Return the variables by which gloo and NCCL find the network interface.

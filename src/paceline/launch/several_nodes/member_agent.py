@@ -14,7 +14,7 @@ from paceline.config.settings import Nodes
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError
 from paceline.filesystem.atomic_files import write_json
-from paceline.launch.agent.forkserver_client import ForkserverClient
+from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE, Failure, failure_from_exception
@@ -22,6 +22,7 @@ from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
 from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
+from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
     EndPart,
@@ -73,6 +74,7 @@ class MemberAgent:
         self._idle_since = time.monotonic()  # the end of the last attempt
         self._may_leave = may_leave
         self._has_said_that_it_leaves = False
+        self._memory = NodeMemory()
 
     def run(self) -> MemberEnd:
         """Run the parts of attempts that the head starts, until it ends this node or is gone."""
@@ -92,6 +94,7 @@ class MemberAgent:
         finally:
             if self._forkserver is not None:
                 self._forkserver.close()
+            self._memory.close()
             self._link.close()
 
     def _end_if_stopped(self) -> None:
@@ -164,7 +167,8 @@ class MemberAgent:
             failure = failure_from_exception(error, rank=ranks.start)
             code, progress = failure.exit_code, AttemptProgress()
         self._idle_since = time.monotonic()
-        ended = part_ended(start.attempt, exit_code=code, failure=failure, progress=progress)
+        held = self._memory.held()
+        ended = part_ended(start.attempt, exit_code=code, failure=failure, progress=progress, held=held)
         self._link.send(as_message(ended))
 
     def _supervise(self, start: StartPart, ranks: range) -> tuple[int, Failure | None, AttemptProgress]:
@@ -176,10 +180,16 @@ class MemberAgent:
             port=start.port,
             own_address=self._own_address(),
             node=self._node,
+            memory_folder=self._memory.folder,
         )
-        path = part.write_request(RunFolder(Path(request["payload"]["run"])), start.attempt, request)
+        run = RunFolder(Path(request["payload"]["run"]))
+        path = part.write_request(run, start.attempt, request)
+        plan = request["payload"].get("peer_plan")
+        if plan is not None:
+            self._memory.begin_attempt(path.parent, node=self._node, host=part.own_address, step=plan["step"])
         if self._forkserver is None:
-            self._forkserver = ForkserverClient(environ=launch_environ(os.environ, exact=start.exact))
+            environ = {**launch_environ(os.environ, exact=start.exact), MEMORY_FOLDER: self._memory.folder}
+            self._forkserver = ForkserverClient(environ=environ)
         supervisor = Supervisor(
             forkserver=self._forkserver,
             request=path,

@@ -21,6 +21,8 @@ from paceline.launch.failures.rank_position import RankPosition, write_remote_po
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
+from paceline.launch.several_nodes.memory_checkpoints import MemoryCheckpoints
+from paceline.launch.several_nodes.node_counts import NodeCounts
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
     EndPart,
@@ -69,9 +71,10 @@ class Admission(Protocol):
 class NodeGroup:
     """The nodes of a run. The head is node 0, and each node has `ranks_per_node` ranks, in the order of the nodes.
 
-    `node_counts` has the numbers of nodes with which the run may train, the largest first. An attempt runs on the first
-    nodes that are there, and the others wait. The head keeps `interface_address` for rank 0, or, if it is empty, the
-    address that the members reach. The group waits for another node up to `max_restarts` times.
+    `counts` has the numbers of nodes with which the run may train; `node_counts` lists them, the largest first. An
+    attempt runs on the first nodes that are there, and the others wait. The head keeps `interface_address` for rank 0,
+    or, if it is empty, the address that the members reach. The group waits for another node up to `max_restarts` times.
+    `memory` is the one of the nodes for checkpoints.
     """
 
     def __init__(
@@ -92,10 +95,10 @@ class NodeGroup:
         self._members = dict(members)
         self._hosts = {0: own_host, **{node: member.host for node, member in members.items()}}
         self._interface_address = interface_address
-        self._node_counts = tuple(node_counts)
-        self._largest_count = node_counts[0]
+        self.counts = NodeCounts(node_counts)
         self._admission = admission
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
+        self.memory = MemoryCheckpoints()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
         self._folder: Path | None = None  # of the current attempt
@@ -108,7 +111,6 @@ class NodeGroup:
         self._farewells: dict[int, str] = {}  # why nodes left, by their own words
         self._silent: set[int] = set()  # nodes of whose silence the screen says something
         self._active = self._choose_nodes()  # the nodes of the current attempt, the head first
-        self._good_count = 0  # the number of nodes of an attempt whose number fitted the job
 
     @property
     def num_nodes(self) -> int:
@@ -142,8 +144,12 @@ class NodeGroup:
         address = self._own_address()
         self._reservation = reserve_port(address)  # until the next attempt
         port = int(self._reservation.getsockname()[1])
-        part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address)
+        plan = self.memory.plan(self._active, checkpoints=run.checkpoints)
+        request = {**request, "payload": {**request["payload"], "peer_plan": plan.as_json()}}
+        folder = self.memory.own.folder
+        part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address, memory_folder=folder)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
+        self.memory.own.begin_attempt(path.parent, node=0, host=address, step=plan.step)
         self._workers.begin_attempt(path.parent, request)
         self._start = StartPart(
             attempt=attempt, first_rank=0, address=address, port=port, exact=exact, request=dict(request)
@@ -207,6 +213,7 @@ class NodeGroup:
                     self._lose(node, f"its ranks did not end within {_END_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
         self._workers.has_stopped = True
+        self.memory.record(0, self.memory.own.held())
         return self._join(own)
 
     def pending_change(self, *, can_grow: Callable[[], bool] = lambda: False) -> str:
@@ -221,20 +228,6 @@ class NodeGroup:
         new = [node for node in self._members if node in chosen and node not in self._active][-1]  # the last to come
         return f"node {new} ({self._hosts[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
 
-    def leave_out_size(self, *, is_refused: bool) -> bool:
-        """Learn from an attempt whether its number of nodes fits the job, which may have refused it.
-
-        Return whether another number was tried before and fitted: then the refused one is not tried again.
-        """
-        count = len(self._active)
-        if not is_refused:
-            self._good_count = count
-            return False
-        if self._good_count in (0, count) or count not in self._node_counts:
-            return False
-        self._node_counts = tuple(other for other in self._node_counts if other != count)
-        return True
-
     def gather(self, *, is_stopped: Callable[[], bool]) -> str:
         """Choose the nodes of the next attempt. Return why the run can't go on, or "" if it can.
 
@@ -246,7 +239,7 @@ class NodeGroup:
             self._read_messages()  # a second node may be lost during the wait for the first
             self._take_newcomers()
             chosen, seconds = self._choose_nodes(), time.monotonic() - start_time
-            is_full = len(chosen) == self._node_counts[0]
+            is_full = len(chosen) == self.counts.most
             is_called = not self._lost or seconds >= self.settings.last_call
             if is_full or (chosen and is_called):
                 self._lost.clear()
@@ -276,6 +269,7 @@ class NodeGroup:
             member.link.send(as_message(EndNode(node=node, exit_code=code, text=text)))
             member.link.close()
         self._members.clear()
+        self.memory.own.close()
         if self._reservation is not None:
             self._reservation.close()
 
@@ -285,13 +279,12 @@ class NodeGroup:
         With parameter servers, these are all nodes of the run if those that are there can train without the others.
         """
         if self._workers.is_in_use:
-            everybody = list(range(self._node_counts[0]))
+            everybody = list(range(self.counts.most))
             absent = [node for node in everybody[1:] if node not in self._members]
             return [] if self._workers.needed(absent, present=self._members) else everybody
         well = (node for node, member in self._members.items() if node not in self._leaving and not member.link.loss)
         present = [0, *sorted(well)]
-        count = next((count for count in self._node_counts if count <= len(present)), 0)
-        return present[:count]
+        return present[: self.counts.largest_within(len(present))]
 
     def _take_newcomers(self) -> None:
         for node, member in self._admission.take().items():
@@ -316,18 +309,18 @@ class NodeGroup:
     def _report_size(self, chosen: Sequence[int]) -> None:
         """Say on how many nodes the run continues, if that changes."""
         if len(chosen) != len(self._active):
-            largest = self._largest_count
             ranks = plural(len(chosen) * self.ranks_per_node, "rank")
-            print_line(f"continuing on {len(chosen)} of {plural(largest, 'node')}, with {ranks}", sys.stderr)
+            print_line(
+                f"continuing on {len(chosen)} of {plural(self.counts.most_ever, 'node')}, with {ranks}", sys.stderr
+            )
 
     def _describe_missing(self) -> str:
         """Return the lost nodes or, if others left, how many nodes are too few."""
         if len(self._lost) == 1 and not self.max_restarts:
             return self._describe(self._lost[0])
-        least = self._node_counts[-1]
-        if self._lost and len(self._node_counts) == 1:
+        if self._lost and self.counts.is_fixed:
             return format_nodes(sorted(self._lost))
-        return f"another node ({len(self._members) + 1} of at least {least} are here)"
+        return f"another node ({len(self._members) + 1} of at least {self.counts.least} are here)"
 
     def _ranks(self, node: int) -> range:
         first = self._active.index(node) * self.ranks_per_node
@@ -355,6 +348,7 @@ class NodeGroup:
                 if node in self._leaving and ended.exit_code == ExitCode.INTERRUPTED:
                     self._lose(node, "it was asked twice to stop")
                     return
+                self.memory.record(node, ended.held)
                 failure = ended.read_failure(host=self._hosts[node])
                 result = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
                 self._record_end(node, result, silence=0.0)
@@ -387,6 +381,7 @@ class NodeGroup:
     def _lose(self, node: int, reason: str) -> None:
         """Count a node as lost, which is a failure of the attempt unless the node had ended its part."""
         member = self._members.pop(node)
+        self.memory.forget(node)
         silence = member.link.silence_seconds
         member.link.close()
         self._admission.vacate(member.link.channel)

@@ -10,6 +10,7 @@ import msgspec
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.rank_position import RankPosition
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress
+from paceline.launch.several_nodes.node_memory import HeldCheckpoints
 
 
 class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="start"):
@@ -68,6 +69,7 @@ class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
     progress: AttemptProgress
     failure: dict[str, Any] | None = None
     failure_age_seconds: float = 0.0
+    held: HeldCheckpoints | None = None
 
     def read_failure(self, *, host: str) -> Failure | None:
         """Return the failure with its time on the clock of this machine.
@@ -84,7 +86,14 @@ class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
 HeadMessage = StartPart | EndPart | EndNode
 
 
-def part_ended(attempt: int, *, exit_code: int, failure: Failure | None, progress: AttemptProgress) -> PartEnded:
+def part_ended(
+    attempt: int,
+    *,
+    exit_code: int,
+    failure: Failure | None,
+    progress: AttemptProgress,
+    held: HeldCheckpoints | None = None,
+) -> PartEnded:
     """Return the message about the end of a member's part."""
     age_seconds = 0.0
     if failure is not None and failure.monotonic_ns:
@@ -95,6 +104,7 @@ def part_ended(attempt: int, *, exit_code: int, failure: Failure | None, progres
         progress=progress,
         failure=None if failure is None else asdict(failure),
         failure_age_seconds=age_seconds,
+        held=held,
     )
 
 

@@ -14,7 +14,8 @@ from paceline.events import Event, Note
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.trainer.saving.background_thread import BackgroundThread
-from paceline.trainer.saving.memory_folder import MemoryCheckpoint, MemoryFolder
+from paceline.trainer.saving.memory.memory_folder import MemoryFolder
+from paceline.trainer.saving.memory.rank_memory import MemoryCheckpoint
 
 _POLL_SECONDS = 1.0
 
@@ -47,7 +48,7 @@ class BackgroundSaves:
         If that is not possible, return None, and a note that from now on each save waits for the disk.
         """
         if self._memory is None:
-            problem = "another launcher than Paceline's started the ranks, or there is no /dev/shm."
+            problem = "the ranks run on several nodes, another launcher started them, or there is no /dev/shm."
         else:
             try:
                 return write(self._memory), []

@@ -47,7 +47,9 @@ from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.synchronous import SynchronousStep
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.local_sgd_state import SitesState
-from paceline.trainer.saving.memory_folder import MemoryFolder, open_memory_folder
+from paceline.trainer.saving.memory.memory_folder import MemoryFolder
+from paceline.trainer.saving.memory.open_memory import open_memory
+from paceline.trainer.saving.memory.rank_memory import RankMemory
 from paceline.trainer.saving.remote_tier import RemoteTier
 from paceline.trainer.saving.space_checks import warn_of_full_disk
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -148,7 +150,7 @@ class Checkpointer:
         identity: Mapping[str, Any],
         resumed_checkpoint: OpenCheckpoint | None,
         has_saved: bool,
-        memory: MemoryFolder | None = None,
+        memory: RankMemory | None = None,
         remote_tier: RemoteTier | None = None,
     ) -> None:
         self._setup = setup
@@ -171,7 +173,7 @@ class Checkpointer:
             world=setup.world,
             folder=folder,
             folder_identity=self._folder_identity,
-            memory=memory,
+            memory=memory if isinstance(memory, MemoryFolder) else None,
             is_on=setup.settings.checkpoint.background,
         )
 
@@ -286,6 +288,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until nothing is written any more. A failure is not raised, because the run has ended in another way."""
         self._background.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def write(self, write: Callable[..., T], *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any]) -> T:
         """Collect the current state, and return what `write(files=, state=)` returns. Every rank must call this.
@@ -413,13 +417,13 @@ def open_checkpointer(
     resumed_checkpoint: OpenCheckpoint | None,
     remote_tier: RemoteTier | None,
 ) -> Checkpointer:
-    """Return the checkpointer of a run, with the memory folder of its command."""
+    """Return the checkpointer of a run, with the memory of its command."""
     return Checkpointer(
         setup=setup,
         folder=folder,
         identity=identity,
         resumed_checkpoint=resumed_checkpoint,
         has_saved=bool(setup.world.share_json(has_saves(folder) if setup.world.is_main else None)),
-        memory=open_memory_folder(setup, task),
+        memory=open_memory(setup, task),
         remote_tier=remote_tier,
     )

@@ -18,6 +18,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
     open_checkpoint,
     parse_step,
 )
+from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, parse_plan
 from paceline.checkpoint.lr_schedule_state import describe_saved_schedules
 from paceline.checkpoint.resume_checks import check_identity
 from paceline.checkpoint.train_state import (
@@ -36,6 +37,8 @@ from paceline.launch.failures.failure_record import Failure
 from paceline.reporting.failures import read_failures
 from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.saving.checkpointer import build_rule_state, build_train_state
+from paceline.trainer.saving.memory.open_memory import open_peer_files
+from paceline.trainer.saving.memory.peer_memory import find_peer_checkpoint
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Progress
 
@@ -46,8 +49,9 @@ def checkpoint_to_resume(task: Task) -> str | None:
     Call this after the run folder is locked, because another run may have saved checkpoints there before.
     """
     folders = [RunFolder(Path(task.run)).checkpoints] if task.run else []
-    folders += [Path(task.memory_folder)] if task.memory_folder else []
-    if task.resume is None and task.verb == "train" and any(map(has_saves, folders)):
+    folders += [Path(task.memory_folder)] if task.memory_folder and task.peer_plan is None else []
+    has_peer_checkpoint = task.peer_plan is not None and parse_plan(task.peer_plan).step != NO_STEP  # on some node
+    if task.resume is None and task.verb == "train" and (has_peer_checkpoint or any(map(has_saves, folders))):
         return "newest"
     return task.resume
 
@@ -97,6 +101,41 @@ def find_checkpoint(
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
     return open_checkpoint(Path(chosen_path)), events
+
+
+def find_checkpoint_of_restart(
+    task: Task,
+    folder: Path,
+    *,
+    requested: Path | None,
+    world: World,
+    download: Callable[[Path], tuple[Path | None, list[Event]]] | None,
+    share_choice: Callable[[Callable[[], Any]], Any] | None,
+) -> tuple[OpenCheckpoint | None, list[Event]]:
+    """Return what `find_checkpoint` returns. After a restart, a newer checkpoint in memory is used.
+
+    Raises:
+        CheckpointError: as `find_checkpoint`.
+    """
+    memory_folder: Path | None = None
+    peer_events: list[Event] = []
+    if requested is None and task.restart is not None and task.memory_folder:
+        memory_folder = Path(task.memory_folder)
+        if task.peer_plan is not None:
+            plan, files = parse_plan(task.peer_plan), open_peer_files(world, task)
+            loaded, peer_events = find_peer_checkpoint(memory_folder, plan, files, world=world)
+            if loaded is not None:
+                return loaded, peer_events
+            memory_folder = None
+    loaded, events = find_checkpoint(
+        folder,
+        requested=requested,
+        world=world,
+        memory_folder=memory_folder,
+        download=download,
+        share_choice=share_choice,
+    )
+    return loaded, [*peer_events, *events]
 
 
 def read_previous_failure(folder: Path) -> PreviousFailure | None:

@@ -24,7 +24,8 @@ def write_run_records(run: RunFolder, prepared_job: PreparedJob, *, forecast: La
     write_plan_file(run.path, {**prepared_job.plan.as_json(), **_plan_extras(prepared_job, forecast)})
     if task.restart is None:  # a restart by the same command has the same environment
         write_json(run.path / "env.json", environment(task.job))
-    lasting_task = replace(task, job_handle=None, restart=None, memory_folder="")  # without what ends with the command
+    # without what ends with the command
+    lasting_task = replace(task, job_handle=None, restart=None, memory_folder="", peer_plan=None)
     write_json(run.task, lasting_task.as_json(), private=private)
 
 

@@ -8,89 +8,69 @@ checkpoint uncommitted, and a restart uses the one before.
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.checkpoint.files.checkpoint_folder import STAGING_PREFIX, list_checkpoints, step_name
-from paceline.checkpoint.files.manifest import Files, write_manifest
-from paceline.checkpoint.files.memory_slots import MemorySlots, WrittenFile, compute_digests
-from paceline.checkpoint.files.two_phase_commit import commit_checkpoint, discard_staging_folder, total_bytes
-from paceline.comm.collective_errors import gather_on_all_ranks, run_on_all_ranks
+from paceline.checkpoint.files.manifest import write_manifest
+from paceline.checkpoint.files.memory_slots import WrittenFile, compute_digests
+from paceline.checkpoint.files.two_phase_commit import commit_checkpoint, discard_staging_folder
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
-from paceline.config.task import Task
 from paceline.errors import CheckpointError, SaveError
 from paceline.filesystem.atomic_files import parse_json, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
-from paceline.trainer.saving.background_thread import BackgroundThread
-from paceline.trainer.saving.space_checks import require_free_memory
-from paceline.trainer.setup.build_training_setup import TrainingSetup
+from paceline.trainer.saving.memory.rank_memory import WORK_FOLDER, RankMemory
 
 _KEPT = 2  # the newest checkpoint, and an older one in case the newest is damaged
-_WORK_FOLDER = "slots"
 _POLL_SECONDS = 0.002
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryCheckpoint:
-    """A checkpoint in memory: the path that it has once it is committed, and the size of its tensors in bytes."""
-
-    path: Path
-    num_bytes: int
-
-
-class MemoryFolder:
+class MemoryFolder(RankMemory):
     """The folder in /dev/shm. All ranks write a checkpoint into it, and rank 0 commits it and removes older ones.
 
     With `keeps_checkpoints`, a restart on the same machine finds the newest checkpoints here. Otherwise a checkpoint is
     removed once it has been copied to disk. The folder names the `run`, so that a later command can remove it if this
-    one is killed with all of its processes. `attempt` is the number of this attempt: the files that are only of use to
-    the processes of an earlier attempt are removed.
+    one is killed with all of its processes. The files that are only of use to the processes of an earlier attempt are
+    removed.
     """
 
     def __init__(
         self, path: Path, *, world: World, keeps_checkpoints: bool, attempt: int = 1, run: Path | None = None
     ) -> None:
-        self.path = path
+        super().__init__(path, world=world, attempt=attempt)
         self._run = run
-        self._world = world
         self._num_kept = _KEPT if keeps_checkpoints else 0
-        self._work_folder = path / f"{_WORK_FOLDER}-{attempt}"
-        self._slots = MemorySlots(self._work_folder / f"rank-{world.rank}")
-        self._thread = BackgroundThread("paceline-memory")
         self._lent: Path | None = None
-        self._has_checked_memory = False
-        self.background_seconds = 0.0
-        """The processor time that the thread of this rank took for the last checkpoint."""
         if world.is_main:
             self._remove_leftovers()
 
-    def write(self, *, step: int, files: Files, state: Mapping[str, Any]) -> MemoryCheckpoint:
-        """Write a checkpoint. Every rank calls this with its `files`, and rank 0 writes its `state`.
+    @override
+    def _staging_folder(self, step: int) -> Path:
+        return self.path / f"{STAGING_PREFIX}{step_name(step)}-memory"
 
-        A failure on one rank is raised on all. So is a failure to commit the checkpoint before.
+    @override
+    def _checked_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        return sizes if self._world.is_main else ()
 
-        Raises:
-            CheckpointError: there is not enough memory, or a file can't be written.
-        """
-        staging = self.path / f"{STAGING_PREFIX}{step_name(step)}-memory"
-        try:
-            if not self._has_checked_memory:
-                self._check_memory(total_bytes(files))
-            written, sizes = gather_on_all_ranks(self._world, partial(self._copy, staging, files))
-            self._thread.add(partial(self._digest, written, step=step))
-            if self._world.is_main:
-                text = json.dumps(state)  # the objects may change while the thread works
-                self._thread.add(partial(self._commit, staging, step=step, state=text))
-        except CheckpointError:
-            self._slots.remove()
-            self._discard_unfinished()
-            raise
-        return MemoryCheckpoint(path=self.path / step_name(step), num_bytes=sum(sizes))
+    @override
+    def _num_copies(self) -> int:
+        return max(1, self._num_kept) + 1
+
+    @override
+    def _complete(
+        self, staging: Path, written: Mapping[str, WrittenFile], *, step: int, state: Mapping[str, Any]
+    ) -> None:
+        self._thread.add(partial(self._digest, written, step=step))
+        if self._world.is_main:
+            text = json.dumps(state)  # the objects may change while the thread works
+            self._thread.add(partial(self._commit, staging, step=step, state=text))
 
     def add(self, function: Callable[[], None]) -> None:
         """Let the thread call a function after the last checkpoint is committed, unless that fails."""
@@ -104,11 +84,6 @@ class MemoryFolder:
             self._discard_unfinished()
             raise
 
-    def wait_until_committed(self) -> None:
-        """Wait like `complete`, but leave a failure to the next save. Every rank must call this."""
-        self._thread.is_idle(seconds=self._world.timeout_seconds)
-        self._world.barrier()
-
     def lend(self, checkpoint: Path) -> None:
         """Keep a checkpoint until `take_back` is called. Only the thread calls this."""
         self._lent = checkpoint
@@ -117,32 +92,9 @@ class MemoryFolder:
         """End the loan of `lend`."""
         self._thread.add(self._take_back)
 
-    def close(self) -> None:
-        """Wait until nothing is written any more. A failure is not raised, because the run has ended in another way."""
-        self._thread.close()
-
-    def _check_memory(self, num_bytes: int) -> None:
-        """Check that there is memory for all checkpoints. This rank writes `num_bytes` bytes of each."""
-        sizes, num_copies = self._world.gather_json(num_bytes), max(1, self._num_kept) + 1
-        check = partial(require_free_memory, self.path, sizes, num_copies=num_copies)
-        run_on_all_ranks(self._world, lambda: check() if self._world.is_main else None)
-        self._has_checked_memory = True
-
-    def _copy(self, staging: Path, files: Files) -> tuple[dict[str, WrittenFile], int]:
-        """Copy this rank's tensors into the staging folder, and return the files and their size."""
-        self._thread.wait()
-        with convert_to_save_error("a checkpoint in memory", self.path):
-            self._create()
-            staging.mkdir(exist_ok=True)
-            return self._slots.write(staging, files), total_bytes(files)
-
-    def _discard_unfinished(self) -> None:
-        """Remove what a failed save left, also that of the checkpoint before."""
-        for unfinished in self.path.glob(f"{STAGING_PREFIX}*"):
-            discard_staging_folder(unfinished)
-
+    @override
     def _create(self) -> None:
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        super()._create()
         record = self.path / LOCKED_RUN
         if self._run is not None and self._world.is_main and not record.exists():
             with suppress(OSError):  # without a lock file, nobody else may remove the folder
@@ -209,26 +161,6 @@ class MemoryFolder:
                     shutil.rmtree(checkpoint)
 
     def _remove_leftovers(self) -> None:
-        for path in [*self.path.glob(f"{STAGING_PREFIX}*"), *self.path.glob(f"{_WORK_FOLDER}-*")]:
+        for path in [*self.path.glob(f"{STAGING_PREFIX}*"), *self.path.glob(f"{WORK_FOLDER}-*")]:
             if path != self._work_folder:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def open_memory_folder(setup: TrainingSetup, task: Task) -> MemoryFolder | None:
-    """Return the memory folder of a run, or None if it has none.
-
-    A run has none if its command made no folder for it, if the settings use none, or if the update is asynchronous. An
-    asynchronous run completes its steps in flight before each save, so additional saves would change the training.
-    """
-    checkpoint = setup.settings.checkpoint
-    keeps_checkpoints = checkpoint.memory_every != 0
-    is_used = keeps_checkpoints or checkpoint.background
-    if not task.memory_folder or not is_used or not setup.plan.update_rule.is_synchronous:
-        return None
-    return MemoryFolder(
-        Path(task.memory_folder),
-        world=setup.world,
-        keeps_checkpoints=keeps_checkpoints,
-        attempt=task.attempt,
-        run=Path(task.run),
-    )

@@ -15,7 +15,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.errors import CheckpointError
 from paceline.events import Event, Note
 from paceline.trainer.saving.checkpointer import Checkpointer
-from paceline.trainer.saving.memory_folder import MemoryFolder
+from paceline.trainer.saving.memory.rank_memory import RankMemory
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _MEASURED_STEPS = 10  # steps from which the duration of a step is measured before the first save
@@ -36,7 +36,7 @@ class MemoryTier:
         *,
         setup: TrainingSetup,
         checkpointer: Checkpointer,
-        memory: MemoryFolder,
+        memory: RankMemory,
         every: int | None,
         start_step: int,
     ) -> None:

@@ -1,0 +1,189 @@
+"""The server with which the agent of a node gives other nodes access to the checkpoints in its memory, over HTTP.
+
+PUT writes a file, and GET reads one. Each request carries the token of the server, which only those know who may read
+the folder of the attempt. A file appears under its name only when it is complete.
+"""
+
+import hmac
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+from typing_extensions import override
+
+from paceline.checkpoint.files.checkpoint_folder import parse_step, step_name
+from paceline.errors import SaveError
+from paceline.filesystem.disk_full import require_free_space
+
+BLOCK_BYTES = 1 << 20
+_PATH = re.compile(r"/(step-[0-9]{8,18})/([A-Za-z0-9_-][A-Za-z0-9._-]{0,200})")
+_ENTRIES = re.compile(r"entries\.rank-([0-9]{4,})-of-([0-9]{4,})\.json")
+_IDLE_SECONDS = 60.0  # a connection over which nothing comes for so long is closed
+
+
+class MemoryEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of a server, and the token without which it answers nothing."""
+
+    host: str
+    port: int
+    token: str
+
+
+def entries_file(rank: int, *, world_size: int) -> str:
+    """Return the name of the file with a rank's part of the manifest. It is the last file that the rank writes."""
+    return f"entries.rank-{rank:04d}-of-{world_size:04d}.json"
+
+
+class CompleteRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank whose files of a step are complete, and the number of ranks that wrote the checkpoint."""
+
+    step: int
+    rank: int
+    world_size: int
+
+
+def complete_ranks(folder: Path) -> list[CompleteRank]:
+    """Return the ranks whose files are complete, for all steps in a memory folder."""
+    found = [(path, _ENTRIES.fullmatch(path.name)) for path in sorted(folder.glob("step-*/entries.*"))]
+    return [
+        CompleteRank(step=parse_step(path.parent), rank=int(match[1]), world_size=int(match[2]))
+        for path, match in found
+        if match is not None
+    ]
+
+
+class MemoryServer:
+    """A server for the files in `folder`, which it creates. It listens at `host`, on a port that the kernel chooses.
+
+    Raises:
+        OSError: the folder can't be created, or there is no such address on this machine.
+    """
+
+    def __init__(self, folder: Path, *, host: str) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        token = secrets.token_hex(16)
+
+        class Handler(_Handler):
+            memory_folder = folder
+            authorization = f"Bearer {token}"
+
+        class Server(_Server):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        self._server = Server((host, 0), Handler)
+        self.endpoint = MemoryEndpoint(host=host, port=int(self._server.server_address[1]), token=token)
+        threading.Thread(target=self._server.serve_forever, name="paceline-memory-server", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    @override
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: the other side reports a broken connection."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    memory_folder: Path
+    authorization: str
+    timeout = _IDLE_SECONDS
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self) -> None:
+        """Write the body to the file that the path names."""
+        path, length = self._requested_file(), self.headers.get("Content-Length", "")
+        if path is None:
+            return
+        if not length.isdecimal():
+            self._answer(HTTPStatus.LENGTH_REQUIRED)
+            return
+        staging = path.with_name(f".incoming-{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            require_free_space(self.memory_folder, int(length))
+            self._receive(staging, int(length))
+            staging.rename(path)
+        except (OSError, SaveError) as error:
+            staging.unlink(missing_ok=True)
+            text = error.what if isinstance(error, SaveError) else str(error.strerror or error)
+            self.close_connection = True  # the rest of the body is still to come
+            self._answer(HTTPStatus.INSUFFICIENT_STORAGE, text.encode())
+        else:
+            self._answer(HTTPStatus.CREATED)
+
+    def do_GET(self) -> None:
+        """Send the file that the path names."""
+        path = self._requested_file()
+        if path is None:
+            return
+        try:
+            file = path.open("rb", buffering=0)
+        except OSError:
+            self._answer(HTTPStatus.NOT_FOUND)
+            return
+        with file:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            self.connection.sendfile(file)
+
+    def _requested_file(self) -> Path | None:
+        """Return the file of the request; None if the request was refused."""
+        if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.authorization.encode()):
+            self.close_connection = True
+            self._answer(HTTPStatus.FORBIDDEN)
+            return None
+        match = _PATH.fullmatch(self.path)
+        if match is None:
+            self.close_connection = True
+            self._answer(HTTPStatus.NOT_FOUND)
+            return None
+        return self.memory_folder / match[1] / match[2]
+
+    def _receive(self, path: Path, num_bytes: int) -> None:
+        """Write the next `num_bytes` bytes of the body to a new file.
+
+        Raises:
+            OSError: there is no room, or the connection was closed before the end.
+        """
+        with path.open("xb", buffering=0) as file:
+            while num_bytes:
+                block = self.rfile.read(min(num_bytes, BLOCK_BYTES))
+                if not block:
+                    raise OSError("the connection was closed before the end of the file")
+                file.write(block)
+                num_bytes -= len(block)
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
+        with suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+def remove_steps(folder: Path, *, kept: set[int]) -> None:
+    """Remove the checkpoints of all steps but the `kept` ones from a memory folder."""
+    names = {step_name(step) for step in kept}
+    for path in folder.glob("step-*"):
+        if path.name not in names:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,79 @@
+"""The checkpoints in the memory of all nodes as the head sees them: the newest one that is still complete."""
+
+import http.client
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
+from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan, write_peer_manifest
+from paceline.checkpoint.files.peers.peer_files import fetch_file
+from paceline.console.output import print_line
+from paceline.errors import CheckpointError
+from paceline.launch.several_nodes.node_memory import HeldCheckpoints, NodeMemory
+
+_FETCH_SECONDS = 10.0  # for the entries of one rank
+
+
+class MemoryCheckpoints:
+    """What each node said, after the last attempt, about the checkpoints in its memory; `own` is the head's memory."""
+
+    def __init__(self) -> None:
+        self.own = NodeMemory()
+        self._held: dict[int, HeldCheckpoints] = {}
+
+    def record(self, node: int, held: HeldCheckpoints | None) -> None:
+        """Record what a node said."""
+        if held is not None:
+            self._held[node] = held
+
+    def forget(self, node: int) -> None:
+        """Forget the memory of a node that is lost."""
+        self._held.pop(node, None)
+
+    def newest_step(self) -> int:
+        """Return the newest step of which all files are in the memory of some nodes; -1 if there is none."""
+        return max((step for step in self._steps() if self._holders(step, nodes=self._held)), default=NO_STEP)
+
+    def plan(self, nodes: Sequence[int], *, checkpoints: Path) -> PeerPlan:
+        """Return the plan of the next attempt, on `nodes`, and forget what was before it.
+
+        It has the newest complete checkpoint, unless one in the folder `checkpoints` is as new. The manifest is written
+        to the memory of the head.
+        """
+        newest = resolve_mark(checkpoints, LATEST)
+        plan = self._plan(nodes, newer_than=NO_STEP if newest is None else parse_step(newest))
+        self._held.clear()
+        return plan
+
+    def _plan(self, nodes: Sequence[int], *, newer_than: int) -> PeerPlan:
+        for step in sorted((step for step in self._steps() if step > newer_than), reverse=True):
+            holders = self._holders(step, nodes=nodes)
+            if not holders:
+                continue
+            try:
+                sources = write_peer_manifest(Path(self.own.folder), step=step, holders=holders, obtain=self._obtain)
+            except (CheckpointError, OSError, ValueError, http.client.HTTPException) as error:
+                reason = error.what if isinstance(error, CheckpointError) else error
+                print_line(f"the checkpoint of step {step} in memory can't be used: {reason}", sys.stderr)
+                continue
+            return PeerPlan(nodes=tuple(nodes), step=step, sources=sources)
+        return PeerPlan(nodes=tuple(nodes))
+
+    def _steps(self) -> set[int]:
+        return {part.step for held in self._held.values() for part in held.complete}
+
+    def _holders(self, step: int, *, nodes: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
+        """Return the nodes that hold the files of each rank; nothing if the files of one rank are nowhere."""
+        holders: dict[int, tuple[int, ...]] = {}
+        world_sizes = set()
+        for node in nodes:
+            for part in self._held[node].complete if node in self._held else ():
+                if part.step == step:
+                    holders[part.rank] = (*holders.get(part.rank, ()), node)
+                    world_sizes.add(part.world_size)
+        is_complete = len(world_sizes) == 1 and set(holders) == set(range(*world_sizes))
+        return holders if is_complete else {}
+
+    def _obtain(self, nodes: tuple[int, ...], file: Path) -> None:
+        fetch_file(self._held[nodes[0]].endpoint, file, timeout_seconds=_FETCH_SECONDS)
