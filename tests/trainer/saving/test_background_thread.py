@@ -19,9 +19,10 @@ from paceline.events import CheckpointSaved, Note
 from paceline.filesystem.run_lock import FolderIdentity
 from paceline.launch.failures.oom_detection import MemoryLimit
 from paceline.launch.memory_disk import LOCKED_RUN, describe_lock
-from paceline.trainer.saving import memory_folder, space_checks
+from paceline.trainer.saving import space_checks
 from paceline.trainer.saving.background_saves import BackgroundSaves
 from paceline.trainer.saving.background_thread import BackgroundThread
+from paceline.trainer.saving.memory import memory_folder
 from paceline.trainer.saving.memory.memory_folder import MemoryFolder
 from paceline.trainer.saving.memory.rank_memory import MemoryCheckpoint
 from tests.checkpoint.test_damaged_checkpoints import STATE

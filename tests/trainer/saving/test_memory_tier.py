@@ -12,8 +12,9 @@ from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.errors import SaveError
 from paceline.events import Note
-from paceline.trainer.saving.memory.memory_folder import MemoryFolder, open_memory_folder
+from paceline.trainer.saving.memory.memory_folder import MemoryFolder
 from paceline.trainer.saving.memory.memory_tier import MemoryTier, open_memory_tier
+from paceline.trainer.saving.memory.open_memory import open_memory
 
 
 class Writer:
@@ -130,7 +131,7 @@ def test_which_runs_have_one(tmp_path: Path) -> None:
     task = Task(verb="train", job="job.py", memory_folder=str(tmp_path))
 
     def has_one(setup: Any, task: Task = task) -> bool:
-        checkpointer: Any = SimpleNamespace(memory=open_memory_folder(setup, task))
+        checkpointer: Any = SimpleNamespace(memory=open_memory(setup, task))
         return open_memory_tier(setup, checkpointer, start_step=0) is not None
 
     assert has_one(setup_of()) and has_one(setup_of(memory_every=5))
@@ -138,5 +139,5 @@ def test_which_runs_have_one(tmp_path: Path) -> None:
     assert not has_one(setup_of(synchronous=False))
     assert not has_one(setup_of(), Task(verb="train", job="job.py"))
     only_to_copy = setup_of(memory_every=0, background=True)
-    assert not has_one(only_to_copy) and open_memory_folder(only_to_copy, task) is not None
-    assert open_memory_folder(setup_of(memory_every=0), task) is None
+    assert not has_one(only_to_copy) and open_memory(only_to_copy, task) is not None
+    assert open_memory(setup_of(memory_every=0), task) is None

@@ -22,4 +22,6 @@ Start with `checkpoint_folder.py`.
   to a separate folder.
 - `two_phase_commit.py`: Two-phase commit: a checkpoint is written to a staging folder, flushed and renamed; then
   `latest` names it.
+- `peers/`: Checkpoints in the memory of several nodes: each node holds the files of its own ranks, and copies of a
+  neighbour's.
 """

@@ -11,8 +11,13 @@ Start with `node_group.py`.
 - `lost_nodes.py`: The files by which the head and the first parameter server tell each other about lost nodes.
 - `member_agent.py`: The agent of a node that is not the head: it runs its part of each attempt, and watches the link to
   the head.
+- `memory_checkpoints.py`: The checkpoints in the memory of all nodes as the head sees them: the newest one that is
+  still complete.
+- `node_counts.py`: The numbers of nodes with which a run may train, and what attempts have taught about them.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
+- `node_memory.py`: The checkpoints in the memory of one node: its agent owns their folder, and serves it to the other
+  nodes.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.

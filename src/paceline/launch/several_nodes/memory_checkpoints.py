@@ -16,7 +16,7 @@ _FETCH_SECONDS = 10.0  # for the entries of one rank
 
 
 class MemoryCheckpoints:
-    """What each node said, after the last attempt, about the checkpoints in its memory; `own` is the head's memory."""
+    """The checkpoints that each node had in memory after the last attempt. `own` is the memory of the head."""
 
     def __init__(self) -> None:
         self.own = NodeMemory()

@@ -7,23 +7,23 @@ class NodeCounts:
     """The numbers of nodes that fit the layout, the largest first. The job may still refuse one of them."""
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self.most_ever = counts[0]
+        self.first_count = counts[0]
         self._counts = tuple(counts)
         self._fitting_count = 0  # the number of nodes of an attempt whose number fitted the job
 
     @property
-    def most(self) -> int:
+    def largest_count(self) -> int:
         """The largest number that the job has not refused."""
         return self._counts[0]
 
     @property
-    def least(self) -> int:
+    def smallest_count(self) -> int:
         """The smallest number."""
         return self._counts[-1]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is only one number."""
+        """True if there is only one number."""
         return len(self._counts) == 1
 
     def largest_within(self, num_present: int) -> int:
@@ -35,7 +35,7 @@ class NodeCounts:
         self._fitting_count = count
 
     def leave_out(self, count: int) -> bool:
-        """Learn that the job has refused this number. Return whether the run may go on with another one.
+        """Learn that the job has refused this number. Return whether the run may continue with another one.
 
         It may if another number was tried before and was not refused. Otherwise, the number is not the reason.
         """

@@ -239,7 +239,7 @@ class NodeGroup:
             self._read_messages()  # a second node may be lost during the wait for the first
             self._take_newcomers()
             chosen, seconds = self._choose_nodes(), time.monotonic() - start_time
-            is_full = len(chosen) == self.counts.most
+            is_full = len(chosen) == self.counts.largest_count
             is_called = not self._lost or seconds >= self.settings.last_call
             if is_full or (chosen and is_called):
                 self._lost.clear()
@@ -279,7 +279,7 @@ class NodeGroup:
         With parameter servers, these are all nodes of the run if those that are there can train without the others.
         """
         if self._workers.is_in_use:
-            everybody = list(range(self.counts.most))
+            everybody = list(range(self.counts.largest_count))
             absent = [node for node in everybody[1:] if node not in self._members]
             return [] if self._workers.needed(absent, present=self._members) else everybody
         well = (node for node, member in self._members.items() if node not in self._leaving and not member.link.loss)
@@ -311,7 +311,7 @@ class NodeGroup:
         if len(chosen) != len(self._active):
             ranks = plural(len(chosen) * self.ranks_per_node, "rank")
             print_line(
-                f"continuing on {len(chosen)} of {plural(self.counts.most_ever, 'node')}, with {ranks}", sys.stderr
+                f"continuing on {len(chosen)} of {plural(self.counts.first_count, 'node')}, with {ranks}", sys.stderr
             )
 
     def _describe_missing(self) -> str:
@@ -320,7 +320,7 @@ class NodeGroup:
             return self._describe(self._lost[0])
         if self._lost and self.counts.is_fixed:
             return format_nodes(sorted(self._lost))
-        return f"another node ({len(self._members) + 1} of at least {self.counts.least} are here)"
+        return f"another node ({len(self._members) + 1} of at least {self.counts.smallest_count} are here)"
 
     def _ranks(self, node: int) -> range:
         first = self._active.index(node) * self.ranks_per_node

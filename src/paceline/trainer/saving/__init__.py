@@ -11,9 +11,6 @@ Start with `checkpointer.py`.
 - `grace_period.py`: The grace period: the time that a scheduler leaves a run between its stop signal and the kill.
 - `local_sgd_state.py`: The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own
   weights and optimizers.
-- `memory_folder.py`: The folder of a command's checkpoints in memory, which the memory tier and saves in the background
-  share.
-- `memory_tier.py`: Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
 - `remote_start.py`: The start of a run with a remote store: the checks of the store, and what a machine with an empty
   disk downloads.
 - `remote_tier.py`: The remote tier: a thread of rank 0 that copies checkpoints from the disk to a remote store while
@@ -23,4 +20,5 @@ Start with `checkpointer.py`.
 - `rollback.py`: Rollback: after a bad step, the run continues from a state before it, without the samples of this step.
 - `run_identity.py`: The identity of a run: the properties that it must still have when it is resumed.
 - `space_checks.py`: Checks, at the start of a run, that its checkpoints will fit on the disk and into memory.
+- `memory/`: Checkpoints in memory: what a restart after a fault continues from.
 """
