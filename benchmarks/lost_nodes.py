@@ -9,6 +9,11 @@ the node is typed again. A cut makes the network of a node silent for longer tha
 mends it; the node comes back by itself. Node 0 is killed and cut, too. The table has the seconds from each fault to the
 next new step, the digest beside that of a run of as many ranks on one machine, and what was left running on the nodes.
 
+    python benchmarks/lost_nodes.py --saves memory               # restarts from the memory of the other nodes
+
+Without this option, a run saves on disk every 5 steps. With it, every 100 steps on disk and every 2 steps in memory,
+with a copy on another node; then only nodes 1 and 2 are killed and cut.
+
     python benchmarks/lost_nodes.py --resizes 3                  # nodes come and go, three times from 2 to 3 to 2
 
 Here node 2 starts while the others train, and is asked to stop later. The table has the seconds from the command, or
@@ -25,6 +30,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.agent.shared_status import read_heartbeat
 
@@ -37,9 +43,13 @@ NUM_NODES, STEPS, PORT = 3, 400, 29811
 PATIENCE = 5.0
 WAIT_SECONDS = 120.0
 SETTINGS = [
-    "--train.exact", "true", "--checkpoint.every", "5", "--nodes.restarts", "20", "--nodes.patience", str(PATIENCE),
+    "--train.exact", "true", "--nodes.restarts", "20", "--nodes.patience", str(PATIENCE),
     "--train.steps", str(STEPS), "--watch.to", "jsonl", "--log.every", "1", "--nodes.last_call", "2",
 ]  # fmt: skip
+SAVES = {
+    "disk": ["--checkpoint.every", "5"],
+    "memory": ["--checkpoint.every", "100", "--checkpoint.memory_every", "2"],
+}
 JOB = """
 import time
 import torch
@@ -81,6 +91,9 @@ class Disturbed:
     def num_attempts(self) -> int:
         return len(list((self.run / "logs").glob("attempt-*")))
 
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
+
     def last_step(self) -> int:
         """Return the last step that rank 0 has finished in the newest attempt; 0 before the first."""
         folder = self.run / "logs" / f"attempt-{self.num_attempts()}"
@@ -112,6 +125,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--cuts", type=int, default=3)
     parser.add_argument("--resizes", type=int, default=0, help="how many times a node comes and goes")
+    parser.add_argument("--saves", choices=SAVES, default="disk")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     print(f"{'layout':<12} {'fault':<12} {'seconds':>8}", flush=True)
@@ -127,14 +141,15 @@ def main() -> int:
 def disturb(nodes: NetworkNodes, layout: str, options: argparse.Namespace) -> bool:
     """Run one layout with all faults; return whether it ended as the run without faults."""
     chance = random.Random(f"{options.seed} {layout}")
-    words = ["--layout", layout, "--ranks-per-node", str(LAYOUTS[layout])]
+    words = ["--layout", layout, "--ranks-per-node", str(LAYOUTS[layout]), *SAVES[options.saves]]
     run = Disturbed(nodes, nodes.folder / "run", words)
     for node in range(NUM_NODES):
         run.start(node)
     run.wait_for_step(10)
     faults = ["kill"] * options.kills + ["cut"] * options.cuts
     chance.shuffle(faults)
-    targets = [number % NUM_NODES for number in range(len(faults))]
+    least = 1 if options.saves == "memory" else 0
+    targets = [least + number % (NUM_NODES - least) for number in range(len(faults))]
     chance.shuffle(targets)
     for fault, node in zip(faults, targets, strict=True):
         time.sleep(chance.uniform(0.2, 1.0))
@@ -143,12 +158,16 @@ def disturb(nodes: NetworkNodes, layout: str, options: argparse.Namespace) -> bo
         run.wait_for_step(before + 1)
         print(f"{layout:<12} {fault + f' node {node}':<12} {time.monotonic() - start_time:>8.1f}", flush=True)
     codes = [command.wait(timeout=WAIT_SECONDS) for command in run.commands.values()]
+    restarts = [event for event in run.events() if event["event"] == "Restarted"]
+    repeated = ", ".join(f"{event['repeated_steps']} ({event['source']})" for event in restarts)
+    print(f"{layout:<12} steps repeated at each restart: {repeated}", flush=True)
     return not any(codes) and is_as_alone(nodes, layout, ranks=NUM_NODES * LAYOUTS[layout], codes=codes)
 
 
 def resize(nodes: NetworkNodes, layout: str, times: int) -> bool:
     """Train on two nodes, then on three, and so on; return whether the run ended as one on two nodes."""
-    run = Disturbed(nodes, nodes.folder / "run", ["--layout", layout, "--ranks-per-node", str(LAYOUTS[layout])], "2:3")
+    words = ["--layout", layout, "--ranks-per-node", str(LAYOUTS[layout]), *SAVES["disk"]]
+    run = Disturbed(nodes, nodes.folder / "run", words, "2:3")
     for node in range(2):
         run.start(node)
     run.wait_for_step(10)
@@ -167,8 +186,7 @@ def resize(nodes: NetworkNodes, layout: str, times: int) -> bool:
             print(f"{layout:<12} {change:<12} {time.monotonic() - start_time:>8.1f}", flush=True)
         run.commands[2].wait(timeout=WAIT_SECONDS)
     codes = [command.wait(timeout=WAIT_SECONDS) for command in run.commands.values()]
-    lines = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["event"] == "StepDone"]
+    steps = [event["step"] for event in run.events() if event["event"] == "StepDone"]
     is_once = steps == list(range(1, STEPS + 1))
     print(f"{layout:<12} {len(steps) - len(set(steps))} steps trained again, {len(set(steps))} of {STEPS} trained")
     return is_as_alone(nodes, layout, ranks=2 * LAYOUTS[layout], codes=codes) and is_once and codes == [0, 0, 75]
