@@ -112,6 +112,11 @@ MET = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "n
             "the same torchrun command on each node, with: -m x",
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "with the same hosts: mpiexec -n 4 -m x"),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+             "MASTER_ADDR": "node0", "MASTER_PORT": "29400"},
+            "with the same hosts, MASTER_ADDR and MASTER_PORT: mpiexec -n 4 -m x",
+        ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, "mpiexec -n 4 -m x"),
         (
             {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
