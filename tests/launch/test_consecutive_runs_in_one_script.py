@@ -18,11 +18,14 @@ for name in ("first", "second", "third"):
 """
 TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-W", "ignore")
+MPICH = ("mpiexec.hydra", "-n", "2", sys.executable, "-W", "ignore")
 
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    "launcher", [TORCHRUN, pytest.param(MPIRUN, marks=pytest.mark.soak)], ids=["torchrun", "mpirun"]
+    "launcher",
+    [TORCHRUN, pytest.param(MPIRUN, marks=pytest.mark.soak), pytest.param(MPICH, marks=pytest.mark.soak)],
+    ids=["torchrun", "mpirun", "MPICH"],
 )
 def test_a_script_of_several_runs_ends(shop: Shop, launcher: tuple[str, ...]) -> None:
     if shutil.which(launcher[0]) is None:

@@ -16,6 +16,7 @@ from tests.conftest import SMALL_JOB, Ended, Shop
 
 WORDS = ("--train.exact", "--train.micro_batch_size", "3", "--watch.to", "jsonl")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
+MPICH = ("mpiexec.hydra", "-n", "2", sys.executable)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = '{"train.steps": 12, "train.exact": True, "train.micro_batch_size": 3, "watch.to": ("jsonl",)}'
 SCRIPT = f"""
@@ -73,10 +74,14 @@ def test_the_command_under_torchrun_and_mpirun_is_the_same_training(shop: Shop, 
     words = ["-m", "paceline", "train", "job.py", "--train.steps", "12", *WORDS, "--run-dir"]
     ended = launch(shop, *TORCHRUN, "2", *words, "torchrun")
     assert ended.code == 0 and condition(shop, "torchrun") == ours, ended.text
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed: torchrun was compared, Open MPI was not")
-    ended = launch(shop, *MPIRUN, *words, "mpirun")
-    assert ended.code == 0 and condition(shop, "mpirun") == ours, ended.text
+    others = {"mpirun": MPIRUN, "mpich": MPICH}
+    for name, launcher in others.items():
+        if shutil.which(launcher[0]) is not None:
+            ended = launch(shop, *launcher, *words, name)
+            assert ended.code == 0 and condition(shop, name) == ours, ended.text
+    missing = [launcher[0] for launcher in others.values() if shutil.which(launcher[0]) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: torchrun was compared")
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,11 @@ MET = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "n
             "the same torchrun command on each node, with: -m x",
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "with the same hosts: mpiexec -n 4 -m x"),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+             "MASTER_ADDR": "node0", "MASTER_PORT": "29400"},
+            "with the same hosts, MASTER_ADDR and MASTER_PORT: mpiexec -n 4 -m x",
+        ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, "mpiexec -n 4 -m x"),
         (
             {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
@@ -130,6 +136,17 @@ def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], l
     assert build_resume_command(task, joined) == line.replace("-m x", f"-m {words}" if "torchrun" in line else words)
     again = script_command(joined, command=["python", "own.py"], change="")
     assert again == line.replace("-m x", "own.py" if "torchrun" in line else "python own.py")
+
+
+def test_the_line_that_resumes_agents_of_srun_names_none_of_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step may have other nodes, and another port."""
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[2-3]")
+    task = Task(verb="train", job="job.py", run="r", ranks=8, layout="ddp", nodes="2:gpu2:20070")
+    line = "srun --nodes 2 --ntasks-per-node 1 paceline train job.py --run-dir r --ranks-per-node 4"
+    assert build_resume_command(task) == line
+    for nodes in ("1:2:gpu2", "2:gpu7"):  # these need the option
+        chosen = build_resume_command(replace(task, nodes=nodes))
+        assert chosen == f"on every node: paceline train job.py --run-dir r --nodes {nodes} --ranks-per-node 4"
 
 
 def world(rank: int, **more: Any) -> JoinedWorld:

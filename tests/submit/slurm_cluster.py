@@ -35,6 +35,7 @@ MpiDefault=none
 ReturnToService=2
 JobRequeue=1
 KillWait=5
+MinJobAge=3600
 SlurmdTimeout={node_timeout}
 SlurmctldTimeout=30
 MessageTimeout=10

@@ -1,26 +1,19 @@
-"""Training in a real Slurm, on three network nodes: with srun alone, and by the script that `submit` writes."""
+"""Training in a real Slurm, on three network nodes, with srun alone."""
 
-import json
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SMALL_JOB
-from tests.launch.several_nodes.own_nodes import wait_for_step
 from tests.submit.slurm_cluster import SlurmCluster, can_run_slurm, slurm_cluster
+from tests.submit.slurm_runs import EXACT, PACELINE, digest, on_one_machine
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.one_worker,
     pytest.mark.skipif(not can_run_slurm(), reason="needs root, slurm-wlm and munge"),
 ]
-PACELINE = [sys.executable, "-W", "ignore", "-m", "paceline"]
-EXACT = ["--train.exact", "true", "--train.steps", "12", "--watch.to", "console,jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +22,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     (folder / "job.py").write_text(SMALL_JOB)
     with slurm_cluster(3, folder) as made:
         yield made
-
-
-def digest(run: Path) -> str:
-    return str(json.loads((run / "weights.json").read_text())["digest"])
-
-
-def on_one_machine(cluster: SlurmCluster, run: Path, ranks: int, *words: str) -> str:
-    command = [
-        *PACELINE,
-        "train",
-        "job.py",
-        "--ranks",
-        str(ranks),
-        "--run-dir",
-        str(run),
-        *EXACT,
-        "--train.on_empty",
-        "zero",
-        *words,
-    ]
-    done = subprocess.run(command, cwd=cluster.nodes.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return digest(run)
 
 
 @pytest.mark.parametrize(
@@ -99,46 +69,16 @@ def test_one_agent_on_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert digest(run) == on_one_machine(cluster, tmp_path / "one", 4)
 
 
-def submitted(cluster: SlurmCluster, run: Path, *words: str, minutes: float) -> str:
-    """Write the script for two nodes, hand it in, and return the number of the job."""
-    command = [
-        *PACELINE, "submit", "job.py", "--nodes", "2", "--ranks-per-node", "1", "--device", "cpu", "--run-dir", str(run),
-        "--hours", str(minutes / 60), "--train.exact", "true", "--watch.to", "console,jsonl", "--train.on_empty", "zero", *words,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=cluster.nodes.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    script = run / "submit" / "job.sh"
-    text = script.read_text()
-    job = re.search(r"Submitted batch job (\d+)", cluster.run("sbatch", str(script)))
-    assert job is not None and "--signal=USR1@180" in text
-    return job[1]
-
-
-def test_a_script_that_is_signalled_saves_is_requeued_and_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The signal of a time limit would come after minutes; scancel sends the same one."""
+def test_a_step_with_other_numbers_of_tasks_on_each_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """A heterogeneous job: one task on one node, and two on another."""
     run = tmp_path / "run"
-    job = submitted(cluster, run, "--train.steps", "600", minutes=30)
-    wait_for_step(run, 20, seconds=120)
-    cluster.run("scancel", "--signal=USR1", job)
-    said = cluster.wait_until_over(job)
-    output = (run / "submit" / f"slurm-{job}.out").read_text()
-    assert "ExitCode=0:0" in said and "Restarts=1" in said, said + output
-    assert "Stopped and saved. Resume" in output and "resumed: step-" in output, output
-    assert digest(run) == on_one_machine(cluster, tmp_path / "one", 2, "--train.steps", "600")
+    command = [*PACELINE, "train", "job.py", "--run-dir", str(run), *EXACT]
+    text = cluster.run("srun", "-N1", "-n1", *command, ":", "-N1", "-n2", *command)
+    assert (run / "weights.json").exists(), text
+    assert digest(run) == on_one_machine(cluster, tmp_path / "one", 3)
 
 
-def test_after_the_loss_of_a_node_the_script_is_requeued_and_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """With Slurm's own timeout for nodes (300 s), the script ends first, with 75 because of the lost node."""
-    run = tmp_path / "run"
-    job = submitted(cluster, run, "--train.steps", "900", "--checkpoint.every", "10", minutes=30)
-    wait_for_step(run, 20, seconds=120)
-    nodes = cluster.run("squeue", "-h", "-j", job, "-o", "%N")
-    lost = 2 if "2" in nodes else 1
-    cluster.nodes.kill(lost)
-    time.sleep(10)
-    cluster.start_daemon(lost, "slurmd", "-D", "-N", f"node{lost}")
-    said = cluster.wait_until_over(job, seconds=500)
-    output = (run / "submit" / f"slurm-{job}.out").read_text()
-    assert "ExitCode=0:0" in said and "Restarts=1" in said, said + output
-    assert "resumed: step-" in output, output
-    assert digest(run) == on_one_machine(cluster, tmp_path / "one", 2, "--train.steps", "900")
+def test_agents_with_other_numbers_of_ranks_are_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
+    command = [*PACELINE, "train", "job.py", "--run-dir", str(tmp_path / "run"), *EXACT, "--ranks-per-node"]
+    text = cluster.run("srun", "-N1", "-n1", *command, "1", ":", "-N1", "-n1", *command, "2")
+    assert "ranks per node differs: 1 on node 0, 2 on node 1" in text, text

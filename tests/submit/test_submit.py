@@ -77,6 +77,8 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> 
     assert '--run-dir runs/a/"$SLURM_ARRAY_TASK_ID"' in text and '--seed "$SLURM_ARRAY_TASK_ID"' in text
     assert """--job.file 'my data-'"$SLURM_ARRAY_TASK_ID"'.bin'""".replace("'.bin'", ".bin") in text
     assert "#SBATCH --array=1-3" in text and "slurm-%A-%a.out" in text
+    # the SLURM_JOB_ID of one of the tasks is also the number of the array, whose requeue starts all of them again
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text and "$SLURM_JOB_ID" not in text
 
 
 @pytest.mark.parametrize(

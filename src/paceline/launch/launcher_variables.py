@@ -68,7 +68,8 @@ class JoinedWorld:
         if self.is_one_node or self.kind == "srun":  # the allocation determines the machines
             return line
         if self.kind != "torchrun":
-            return f"with the same hosts: {line}"
+            variables = ", MASTER_ADDR and MASTER_PORT" if self.address else ""
+            return f"with the same hosts{variables}: {line}"
         if self._is_static:
             return f"on each node, with its own --node-rank: {line}"
         return f"the same torchrun command on each node, with: {shlex.join(command)}"

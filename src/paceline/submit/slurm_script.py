@@ -11,6 +11,8 @@ from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile,
 
 TASK = "{task}"
 """The place of the number of an array's task in a word of the command."""
+_THIS_JOB = '"$SLURM_JOB_ID"'
+_THIS_TASK = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'  # the SLURM_JOB_ID of one task means the whole array
 
 
 def slurm_script(submission: Submission, *, options: Mapping[str, str], array: str = "") -> SubmissionFile:
@@ -34,6 +36,7 @@ def slurm_script(submission: Submission, *, options: Mapping[str, str], array: s
         "container": _container_options(submission.image),
         "command": _command_line(submission, is_array=bool(array)),
         "max_restarts": str(MAX_RESTARTS),
+        "requeued": _THIS_TASK if array else _THIS_JOB,
     }
     return SubmissionFile(path=path, text=fill_template("job.sh", values), command=f"sbatch {values['path']}")
 

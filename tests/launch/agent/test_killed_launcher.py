@@ -26,6 +26,7 @@ def asked_of_the_kernel() -> int:
 
 TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-W", "ignore")
+MPICH = ("mpiexec.hydra", "-n", "2", sys.executable, "-W", "ignore")
 VERB = ("-m", "paceline", "train", "job.py", "--run-dir", "run", "--train.steps", "100000")
 SCRIPT = f"""
 import ctypes, sys
@@ -49,6 +50,8 @@ print("after it", asked_of_the_kernel())
         pytest.param((*TORCHRUN, "script.py", "100000"), id="torchrun, a script"),
         pytest.param((*MPIRUN, *VERB), id="mpirun, the command", marks=pytest.mark.soak),
         pytest.param((*MPIRUN, "script.py", "100000"), id="mpirun, a script", marks=pytest.mark.soak),
+        pytest.param((*MPICH, *VERB), id="MPICH, the command", marks=pytest.mark.soak),
+        pytest.param((*MPICH, "script.py", "100000"), id="MPICH, a script", marks=pytest.mark.soak),
     ],
 )
 def test_ranks_end_with_a_launcher_that_is_killed(shop: Shop, command: tuple[str, ...]) -> None:

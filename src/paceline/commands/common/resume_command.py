@@ -12,6 +12,7 @@ from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.launch.launcher_variables import JoinedWorld
 from paceline.nodes.node_place import split_counts
+from paceline.nodes.slurm_hosts import step_hosts
 from paceline.run_folder.run_folder import RunFolder
 
 
@@ -25,10 +26,15 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     command = ["paceline", "train", task.job, "--run-dir", task.run]
     is_local = PLAYED_NODES in os.environ  # one command has started all nodes
+    is_step = _is_slurm_step(task)
     if task.nodes:
         counts, num_nodes = split_counts(task.nodes)
         ranks_per_node = (task.requested_ranks or task.ranks) // num_nodes
-        command += ["--nodes", counts if is_local else task.nodes, "--ranks-per-node", str(ranks_per_node)]
+        if is_step:
+            command = ["srun", "--nodes", str(num_nodes), "--ntasks-per-node", "1", *command]
+        else:
+            command += ["--nodes", counts if is_local else task.nodes]
+        command += ["--ranks-per-node", str(ranks_per_node)]
     elif joined is None:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
@@ -47,9 +53,19 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             command += [f"--{name}", mask_value(name, as_command_text(value))]
-    if task.nodes and not is_local:
+    if task.nodes and not is_local and not is_step:
         return f"on every node: {shlex.join(command)}"
     return shlex.join(command) if joined is None else joined.launch_command(command)
+
+
+def _is_slurm_step(task: Task) -> bool:
+    """Return whether the nodes are those of this Slurm step; the next step may have other ones."""
+    try:
+        hosts = step_hosts(os.environ)
+    except (KeyError, ValueError):
+        return False
+    place = f"{len(hosts)}:{hosts[0] if hosts else ''}:"
+    return f"{task.nodes}:".startswith(place)
 
 
 def build_retry_command(task: Task) -> str:

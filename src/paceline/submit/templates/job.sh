@@ -15,7 +15,7 @@ srun --mpi=none --wait=60 --kill-on-bad-exit=0$container $command
 code=$$?
 
 if [ $$code = 75 ] && [ $${SLURM_RESTART_COUNT:-0} -lt $max_restarts ]; then
-    scontrol requeue "$$SLURM_JOB_ID"
+    scontrol requeue $requeued
     sleep 60 # the requeue ends this script
 fi
 exit $$code
