@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
+from paceline.planner.hardware.given_link import read_given_link
+from paceline.planner.layout.host_resources import visible_gpus
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
 
+DEVICE = " --device cpu" if visible_gpus() else ""  # is named if `auto` would choose another one
 JOB = """
 import torch, torch.nn.functional as F, paceline as pl
 
@@ -42,8 +45,8 @@ def plan(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 @pytest.mark.one_worker
 def test_a_slow_link_changes_the_layout_and_offers_local_sgd(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     probe_machine(ranks=1, request=BenchmarkRequest(seconds=2.0, folder=folder))  # is cached for the command
-    slow = plan(capfd, "--nodes", "2", "--link", "20Mbit/s")
-    fast = plan(capfd, "--nodes", "2", "--link", "100Gbit/s")
+    slow = plan(capfd, "--nodes", "2", "--link", "20Mbit/s", "--job.depth", "6")
+    fast = plan(capfd, "--nodes", "2", "--link", "100Gbit/s", "--job.depth", "6")
     assert (slow["recommended"].partition(",")[0], fast["recommended"]) == ("pp", "ddp")
     assert (slow["cluster"]["nodes"], slow["cluster"]["devices"], slow["timed"]) == (2, 1, [])
     assert slow["links"]["between nodes"]["bytes_per_second"] == 2.5e6
@@ -54,6 +57,10 @@ def test_a_slow_link_changes_the_layout_and_offers_local_sgd(folder: Path, capfd
     assert local["layout"] == "ddp" and ddp["step_seconds"] - local["step_seconds"] > sent_seconds / 2
     assert "trains alone for 8 steps" in local["changes"]
     assert not [option for option in fast["options"] if "--update" in option["option"]]
+    words = f"--nodes 2:host1 --ranks-per-node 1{DEVICE} --layout {slow['recommended']} --job.depth 6"
+    assert slow["command"].startswith(f"on every node: paceline train job.py --run-dir runs/job-on-2-nodes {words}")
+    micro = next(row for row in fast["plans"] if row["layout"] == "ddp")["settings"]["train.micro_batch_size"]
+    assert fast["command"].endswith(f"--job.depth 6 --train.micro_batch_size {micro}")
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,15 @@ def test_a_dry_run_measures_nothing(folder: Path, capfd: pytest.CaptureFixture[s
     words = ["--nodes", "2", "--ranks-per-node", "2", "--link", "1Gbit/s", "--layout", "pp=4", "--run-dir", "run"]
     assert main(["plan", "job.py", "--device", "cpu", "--dry-run", *words]) == 0
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("link", ["20mbps", "1.5", "-3Gbit/s", "no-such-link"])
+def test_a_wrong_link_is_refused_with_links_that_can_be_read(
+    folder: Path, capfd: pytest.CaptureFixture[str], link: str
+) -> None:
+    assert main(["plan", "job.py", "--nodes", "2", "--link", link]) == 2
+    err = capfd.readouterr().err
+    for example in ("20Mbit/s", "1.5GB/s", "eth-10g"):
+        assert f"--link {example}" in err, err
+        read_given_link(example)
+    assert "--link doctor.json after `paceline doctor" in err

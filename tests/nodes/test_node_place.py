@@ -1,9 +1,11 @@
 """Which node a process is: from the options, or from the variables of a Slurm step."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.errors import UsageError
-from paceline.nodes.node_place import node_place
+from paceline.nodes.node_place import PLAYED_NODES, has_late_names, node_place, split_counts
 from paceline.nodes.slurm_hosts import expand_hosts
 
 STEP = {
@@ -76,3 +78,34 @@ def test_what_can_not_be_read_is_refused(
     with pytest.raises(UsageError) as caught:
         node_place(nodes, node, environ)
     assert says in caught.value.what
+
+
+@pytest.mark.parametrize("nodes", ["host1", "2::host1", "2:4:[::1]"])
+def test_the_refusal_lists_all_forms(nodes: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        node_place(nodes, None, {})
+    for form in ("N or MIN:MAX", "plays the nodes on this machine", "N:HOST,", "N:HOST:PORT", "MIN:MAX:HOST or",
+                 "MIN:MAX:HOST:PORT"):  # fmt: skip
+        assert form in caught.value.cause
+
+
+@pytest.mark.parametrize("nodes", ["3", "2:4"])
+def test_numbers_without_a_host_are_refused_with_a_host(nodes: str) -> None:
+    with pytest.raises(UsageError, match="a host is needed") as caught:
+        node_place(nodes, None, {})
+    assert caught.value.hint == f"--nodes {nodes}:host1"
+
+
+def test_names_come_late_only_under_a_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "resourceconfig.json"
+    monkeypatch.setattr("paceline.nodes.node_place._SAGEMAKER_FILE", file)
+    assert not has_late_names({"SLURM_NODEID": "1", "PATH": "/bin"})
+    for environ in (STEP, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"JOB_COMPLETION_INDEX": "0"}):
+        assert has_late_names(environ)
+    file.touch()
+    assert has_late_names({})
+
+
+def test_a_place_that_is_played_has_no_host_in_its_option() -> None:
+    place = node_place("2:4:127.0.0.1:1234", 0, {PLAYED_NODES: "4"})
+    assert place is not None and place.option == "2:4" and split_counts("2:4") == ("2:4", 4)

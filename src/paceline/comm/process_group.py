@@ -20,7 +20,8 @@ from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.failures.peer_machines import peer_machines, this_machine
-from paceline.launch.inherited_environment import LISTEN_FD, attempt_folder, own_environ
+from paceline.launch.inherited_environment import LISTEN_FD, NODES, attempt_folder, own_environ
+from paceline.nodes.rank_hints import join_hint
 
 Op = Literal["sum", "max", "min"]
 # torch 2.13 has new names for these two functions and warns about the old names, which are the only ones in 2.11.
@@ -347,9 +348,11 @@ class World:
 
 def _hint_for_join(launch_info: LaunchInfo) -> str:
     """Return what to type after the ranks could not join each other."""
+    environ = own_environ(os.environ)
+    if environ.get(NODES):
+        return join_hint(environ[NODES])
     if launch_info.local_world_size >= launch_info.world_size:
         return "paceline train JOB --ranks 1 to see whether one process works"
-    environ = own_environ(os.environ)
     if "SLURM_STEP_ID" in environ:
         return "srun --ntasks-per-node=1 paceline doctor, which names what is wrong"
     num_nodes = environ.get("GROUP_WORLD_SIZE", "N")

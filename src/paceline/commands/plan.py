@@ -24,7 +24,7 @@ from paceline.commands.common.execution import (
     make_task,
     read_result,
 )
-from paceline.commands.common.hf_config_as_job import config_as_job
+from paceline.commands.common.hf_config_as_job import config_as_job, is_hf_config
 from paceline.commands.common.nodes_like_this import NodesLikeThis, read_nodes_like_this
 from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.layout import parse_layout
@@ -144,13 +144,10 @@ def plan(
     task, assumed = _make_plan_task(job, target, machines, named_layouts, common=common, overrides=overrides)
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
-    if machines is not None:
-        target = machines.measure(ranks_per_node=task.ranks, device=task.device)
-        task = replace(task, layout="single", ranks=1, device="cpu")
-    options = {"fleet": target.as_json()} if target is not None else {"here": _local_machine(task, seconds)}
-    task = assign_run_folder(replace(task, options={**options, "layouts": named_layouts}), resume=None)
+    requested = task
+    task = _with_cluster(task, target, machines, named_layouts, seconds=seconds)
     if not common.quiet:
-        _print_start(seconds=options.get("here", {}).get("seconds", 0.0))
+        _print_start(seconds=task.options.get("here", {}).get("seconds", 0.0))
     outcome = _execute_plan(task, common)
     value = read_result(task, "plan")
     if value is None:
@@ -163,6 +160,9 @@ def plan(
     if page is not None:
         lines.append(_write_page(value, job=Path(job).stem, to=Path(page)))
     lines.append(f"full plan: {Path(task.run) / FILE_NAME}")
+    if machines is not None and value["recommended"] is not None and not is_hf_config(job):
+        value["command"] = machines.train_command(requested, find_row(value))
+        lines.append(f"to train, with the name of the first machine for host1, {value['command']}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 
@@ -198,6 +198,17 @@ def _make_plan_task(
     task = make_task("plan", ref, run_options, arguments)
     _refuse_misfit_layouts(named_layouts, ranks=num_nodes * task.ranks if target is None else target.ranks)
     return task, assumed
+
+
+def _with_cluster(
+    task: Task, target: Cluster | None, machines: NodesLikeThis | None, layouts: Sequence[str], *, seconds: float | None
+) -> Task:
+    """Return the task with its run folder, the named layouts, and the cluster, which is measured if it is not given."""
+    if machines is not None:
+        target = machines.measure(ranks_per_node=task.ranks, device=task.device)
+        task = replace(task, layout="single", ranks=1, device="cpu")
+    options = {"fleet": target.as_json()} if target is not None else {"here": _local_machine(task, seconds)}
+    return assign_run_folder(replace(task, options={**options, "layouts": list(layouts)}), resume=None)
 
 
 def _write_page(value: dict[str, Any], *, job: str, to: Path) -> str:

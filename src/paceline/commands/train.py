@@ -1,6 +1,7 @@
 """The `train` verb: trains a job, or resumes a run."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from paceline.commands.common.execution import (
     run_options,
 )
 from paceline.commands.common.layout_problems import node_counts
-from paceline.commands.common.local_nodes import count_local_nodes, run_local_nodes
+from paceline.commands.common.local_nodes import played_place, run_local_nodes
 from paceline.commands.common.node_start import NodeStart, tell_head, training_place
+from paceline.commands.common.resume_command import build_resume_command
 from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.merge_settings import merge_without_job
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.config.task import Task
+from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.nodes.node_place import NodePlace
 from paceline.reporting.run_history import json_or_none, read_history
@@ -51,9 +54,7 @@ def train(
     memory.
     """
     common = common or RunOptions()
-    raise_all(refuse_unknown_allowances(tuple(allow)))
-    if resume is not None and is_remote_url(resume):
-        check_remote_url(resume, name="resume")
+    _check_words(resume, allow)
     is_auto_layout = is_auto(common.layout)
     if is_auto_layout:
         from paceline.measured_planning.auto_layout import (
@@ -64,11 +65,7 @@ def train(
 
         refuse_auto_options(update=common.update, compress=common.compress)
     try:
-        if common.place is not None and is_auto_layout:
-            hint = "paceline plan, then its layout"
-            raise UsageError("--layout auto can't be chosen on several nodes yet.", hint=hint)
-        task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
-        counts = () if common.place is None else node_counts(task, common.place, merge_without_job(task.settings))
+        task, counts = _make_train_task(job, common, overrides)
     except PacelineError as error:
         if common.place is not None and not common.dry_run:
             tell_head(common.place, error)
@@ -92,6 +89,25 @@ def train(
     return outcome
 
 
+def _check_words(resume: str | None, allow: Sequence[str]) -> None:
+    raise_all(refuse_unknown_allowances(tuple(allow)))
+    if resume is not None and is_remote_url(resume):
+        check_remote_url(resume, name="resume")
+
+
+def _make_train_task(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[Task, tuple[int, ...]]:
+    """Return the task, and the numbers of nodes with which it may run if there are several.
+
+    Raises:
+        PacelineError, Problems: a check failed.
+    """
+    if common.place is not None and is_auto(common.layout):
+        hint = "paceline plan, then its layout"
+        raise UsageError("--layout auto can't be chosen on several nodes yet.", hint=hint)
+    task = make_task("train", job, replace(common, layout=None) if is_auto(common.layout) else common, overrides)
+    return task, () if common.place is None else node_counts(task, common.place, merge_without_job(task.settings))
+
+
 def _train_on_nodes(
     task: Task, counts: tuple[int, ...], *, common: RunOptions, place: NodePlace, resume: str | None
 ) -> CommandOutcome:
@@ -107,7 +123,8 @@ def _train_on_nodes(
     with start.lead() as nodes:
         task = assign_run_folder(task, resume=resume)
         outcome = execute(task, entry=ENTRY, common=common, nodes=nodes)
-        nodes.end(outcome.exit_code, outcome.screen.partition("\n")[0] or "done")
+        text = outcome.screen.partition("\n")[0] or "done"
+        nodes.end(outcome.exit_code, text.partition(" Resume: ")[0] if place.is_played else text)
     return outcome
 
 
@@ -140,14 +157,20 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
     if options.resume is not None and not options.resume.strip():
         raise UsageError("--resume is empty: is a variable unset?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
-    num_local_nodes = count_local_nodes(options)
-    if num_local_nodes:
-        return run_local_nodes(num_local_nodes, options, settings), None, ""
+    if (played := played_place(options)) is not None:
+        _check_words(resume, allow)
+        common = replace(run_options(options), place=played, ranks_per_node=options.ranks_per_node)
+        task, _ = _make_train_task(options.job, common, settings)  # refuses once, before a network is made
+        line = build_resume_command(task)
+        return run_local_nodes(played.num_nodes, options, settings, resume_command=line), None, ""
     place = training_place(options)
     if place is not None and place.is_extra_task:
         return 0, None, ""
     common = run_options(options)
     if place is not None and place.num_nodes == 1:
+        if options.nodes is not None:
+            text = f"--nodes {options.nodes}: this machine is the whole run; --nodes 2:{place.head_host} for two"
+            print_line(f"{text}, the same line on both", sys.stderr)
         common = replace(common, ranks=common.ranks or options.ranks_per_node)
     elif place is not None:
         common = replace(common, place=place, ranks_per_node=options.ranks_per_node)

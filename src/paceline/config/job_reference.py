@@ -36,8 +36,10 @@ class JobRef:
         return self.path.stem if self.path is not None else short_name(str(self.module))
 
 
-def parse_jobref(text: str) -> JobRef:
+def parse_jobref(text: str, *, is_on_nodes: bool = False) -> JobRef:
     """Parse a reference. If it names a file, the file must exist and define a job.
+
+    With `is_on_nodes`, other machines train the same job, and the hint for a missing file says where it must be.
 
     Raises:
         UsageError: the text is no reference, or the file does not exist or is not Python.
@@ -70,7 +72,10 @@ def parse_jobref(text: str) -> JobRef:
         raise _not_python_error(path)
     if not is_file:
         suggestion = closest_word(path.stem, (file.stem for file in path.parent.glob("*.py")))
-        hint = str(path.with_name(f"{suggestion}.py")) if suggestion else "paceline new text"
+        found = str(path.with_name(f"{suggestion}.py")) if suggestion else ""
+        hint = found or "paceline new text"
+        if is_on_nodes:
+            hint = "the job file must be at the same path on every node" + (f"; here is {found}" if found else "")
         raise UsageError(f"{path_or_module} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)
     _check_defines_job(ref)

@@ -32,6 +32,8 @@ class Task:
     run: str = ""
     layout: str = "single"
     update: str = "sync"
+    typed_update: str = ""
+    """The update rule as the command named it, perhaps without options that have their defaults."""
     compress: str = "none"
     ranks: int = 1
     requested_ranks: int = 0

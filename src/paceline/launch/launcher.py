@@ -169,9 +169,8 @@ def _run_attempts(
                     folder_watch=folder_watch,
                 )
             except (UsageError, MachineError) as error:  # a folder can't be written, or there are too few nodes
-                if outcome is None:
-                    raise
-                actions.append(EndRun(reason=f"Not restarted: {error.what}"))
+                outcome, action = _end_before_attempt(outcome, error, stop_requests)
+                actions.append(action)
                 continue
             end = _attempt_ended(request, outcome)
             if stop_requests.count:
@@ -184,6 +183,22 @@ def _run_attempts(
             _record_end(outcome, reason=action.reason)
             seconds = time.monotonic() - start_time
             return replace(outcome, restarts=num_restarts, end_reason=action.reason, seconds=seconds)
+
+
+def _end_before_attempt(
+    outcome: LaunchOutcome | None, error: UsageError | MachineError, stop_requests: StopRequests
+) -> tuple[LaunchOutcome, EndRun]:
+    """Return the end of a run whose next attempt can't start, with the outcome of the last one.
+
+    Raises:
+        UsageError, MachineError, KeyboardInterrupt: there is no last one.
+    """
+    if outcome is None:
+        raise KeyboardInterrupt if stop_requests.is_interrupted else error
+    if not stop_requests.is_interrupted:
+        return outcome, EndRun(reason=f"Not restarted: {error.what}")
+    stopped = replace(outcome, failure=None, exit_code=int(ExitCode.INTERRUPTED))
+    return stopped, EndRun(reason="stopped while waiting for another node")
 
 
 def _with_nodes(request: LaunchRequest, stop_requests: StopRequests) -> LaunchRequest:

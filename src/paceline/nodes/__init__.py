@@ -16,6 +16,7 @@ Start with `examination.py`.
 - `node_meeting.py`: The meeting of nodes: the head listens, the others connect, and each gets a number.
 - `node_place.py`: The place of this process among the nodes: how many there are, which one this is, and where they
   meet.
+- `rank_hints.py`: The advice of errors on several nodes, where they would say what to type on one machine.
 - `run_folder_check.py`: The check that the run folder can be written, and that all nodes see the same one.
 - `slurm_hosts.py`: The hosts of a Slurm step, from Slurm's own short form, such as `node[1-3,07],login`, and the port
   where they meet.

@@ -28,6 +28,7 @@ PROTOCOL = "paceline-nodes-1"
 _HELLO_SECONDS, _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 3.0, 0.1
 _REPORT_SECONDS, _FULL_RETRY_SECONDS = 5.0, 1.0
 _POLL_SECONDS, _MAX_REPORT_SECONDS = 0.2, 60.0
+UNKNOWN_HOST_SECONDS = 20.0  # for a name that no scheduler makes known later
 _REFUSED, _NO_MEETING = int(UsageError.exit_code), int(MachineError.exit_code)
 _MAX_STRANGERS = 64
 _HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
@@ -299,14 +300,16 @@ def join_head(
     place: NodePlace,
     *,
     wait_seconds: float,
+    host_seconds: float = math.inf,
     problem: str = "",
     waits_for_place: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> LineChannel:
     """Connect to the head, and introduce this node, or say why it can't take part.
 
-    With `waits_for_place`, a head whose nodes are all there is asked again until `wait_seconds` are over. `report` gets
-    a line if the head can't be reached at first, or has no place.
+    A host name without an address is tried again for `host_seconds`. With `waits_for_place`, a head whose nodes are all
+    there is asked again until `wait_seconds` are over. `report` gets a line if the head can't be reached at first, or
+    has no place.
 
     Raises:
         MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
@@ -314,7 +317,7 @@ def join_head(
     """
     deadline = time.monotonic() + wait_seconds
     while True:
-        channel = _connect(place, deadline=deadline, report=report)
+        channel = _connect(place, deadline=deadline, host_seconds=host_seconds, report=report)
         answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
         if isinstance(answer, dict) and answer.get("do") == "welcome":
             return channel
@@ -331,24 +334,31 @@ def _report_nothing(_: str) -> None:
     return None
 
 
-def _connect(place: NodePlace, *, deadline: float, report: Callable[[str], None]) -> LineChannel:
+def _connect(place: NodePlace, *, deadline: float, host_seconds: float, report: Callable[[str], None]) -> LineChannel:
     """Return the connection to the head.
 
     Raises:
-        MachineError: it can't be reached until `deadline`.
+        MachineError: it can't be reached until `deadline`, or its name has no address for `host_seconds`.
     """
     report_time = time.monotonic() + _REPORT_SECONDS
+    unknown_since: float | None = None
     while True:
         try:
             connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
             return LineChannel(connection)
         except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                raise _unreachable_head(place, error) from None
-            if time.monotonic() > report_time:
-                report_time = deadline
-                seconds = deadline - time.monotonic()
-                report(f"{_unreachable_head(place, error).what} Trying again for {seconds:.0f} s")
+            now, is_unknown = time.monotonic(), isinstance(error, socket.gaierror | UnicodeError)
+            if is_unknown and unknown_since is None:
+                unknown_since, report_time = now, now  # is said at once
+            elif not is_unknown and unknown_since is not None:
+                unknown_since, report_time = None, now + _REPORT_SECONDS
+            end_time = deadline if unknown_since is None else min(deadline, unknown_since + host_seconds)
+            problem = _unknown_host(place) if is_unknown else _unreachable_head(place, error)
+            if now > end_time:
+                raise problem from None
+            if now >= report_time:
+                report_time = now + _MAX_REPORT_SECONDS if is_unknown else deadline
+                report(f"{problem.what} Trying again for {end_time - now:.0f} s")
             time.sleep(_RETRY_SECONDS)
 
 
@@ -380,13 +390,17 @@ def _address(place: NodePlace) -> str:
     return f"{place.head_host}:{place.port}"
 
 
+def _unknown_host(place: NodePlace) -> MachineError:
+    return MachineError(
+        f"the host {place.head_host} has no address.",
+        cause="the name is wrong, or this machine does not know it",
+        hint=f"getent hosts {place.head_host}; or its IP address in its place: --nodes {place.counts}:IP",
+    )
+
+
 def _unreachable_head(place: NodePlace, error: Exception) -> MachineError:
     address = resolve_host(place.head_host)
     known_as = f" ({address})" if address and address != place.head_host else ""
-    if not address:
-        return MachineError(
-            f"the host {place.head_host} has no address.", hint="getent hosts NAME; or its IP address in --nodes"
-        )
     return MachineError(
         f"the head {place.head_host}{known_as}, port {place.port}, can't be reached: "
         f"{getattr(error, 'strerror', None) or error}.",

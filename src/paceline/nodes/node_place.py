@@ -10,7 +10,14 @@ from paceline.errors import UsageError
 from paceline.nodes.slurm_hosts import step_hosts, step_port
 
 DEFAULT_PORT = 29400
-_NODES = re.compile(r"((?P<least>\d+):)?(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
+PLAYED_NODES = "PACELINE_PLAYED_NODES"
+"""The variable that says to the command of a node that another command plays all nodes on this machine."""
+_COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")
+_NODES = re.compile(rf"{_COUNTS.pattern}:(?P<host>[^:]+)(:(?P<port>\d+))?")
+_FORMS = (
+    "it is N or MIN:MAX (`paceline train` plays the nodes on this machine), N:HOST, N:HOST:PORT, MIN:MAX:HOST or "
+    "MIN:MAX:HOST:PORT, and an IPv6 address is no HOST"
+)
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _MAX_PORT = 65535
 _SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
@@ -28,12 +35,16 @@ class NodePlace:
     """The number of this node; None if the head numbers the nodes in the order in which they arrive."""
     least_nodes: int = 0
     """The smallest number of nodes; 0 if only `num_nodes` is possible."""
+    is_played: bool = False
+    """Whether one command plays all nodes on this machine."""
     is_extra_task: bool = False
     """Whether another task of srun on this node stands for the node; then this one has nothing to do."""
 
     @property
     def option(self) -> str:
-        """The place as a value of `--nodes`."""
+        """The place as a value of `--nodes`; without a host if one command plays all nodes."""
+        if self.is_played:
+            return self.counts
         port = "" if self.port == DEFAULT_PORT else f":{self.port}"
         return f"{self.counts}:{self.head_host}{port}"
 
@@ -68,10 +79,12 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         if _is_step(environ):
             return _slurm_place(environ, is_extra_task=is_extra_task)
         return _kubeflow_place(environ) or _sagemaker_place(_SAGEMAKER_FILE)
+    if _COUNTS.fullmatch(nodes):
+        text = f"--nodes {nodes} can't be read: a host is needed, at which the nodes meet."
+        raise UsageError(text, cause=_FORMS, hint=f"--nodes {nodes}:host1")
     match = _NODES.fullmatch(nodes)
     if match is None:
-        cause = "it is N:HOST, N:HOST:PORT or MIN:MAX:HOST, and an IPv6 address is no HOST"
-        raise UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint="--nodes 2:host1")
+        raise UsageError(f"--nodes {nodes} can't be read.", cause=_FORMS, hint="--nodes 2:host1")
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
@@ -90,15 +103,25 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         port=port,
         node=number,
         least_nodes=least_nodes,
+        is_played=PLAYED_NODES in environ,
         is_extra_task=is_extra_task,
     )
 
 
 def split_counts(option: str) -> tuple[str, int]:
-    """Return the numbers of nodes in a valid value of `--nodes`, and the largest one: `2:4` and 4 for `2:4:host1`."""
-    match = _NODES.fullmatch(option)
+    """Return the numbers of nodes in a valid value of `--nodes`, and the largest one: `2:4` and 4 for `2:4:host1`.
+
+    The numbers are the whole value if it has no host.
+    """
+    match = _COUNTS.fullmatch(option) or _NODES.fullmatch(option)
     assert match is not None, option
     return option[: match.end("count")], int(match["count"])
+
+
+def has_late_names(environ: Mapping[str, str]) -> bool:
+    """Return whether a scheduler started this node, which may make the names of the nodes known only later."""
+    names = ("KUBERNETES_SERVICE_HOST", *_NUMBER_VARIABLES)
+    return any(environ.get(name) for name in names) or _is_step(environ) or _SAGEMAKER_FILE.exists()
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:

@@ -213,7 +213,7 @@ def test_a_stop_signal_to_one_command_for_several_nodes_saves(shop: Shop, is_for
         process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err
-    assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --ranks" in out + err
+    assert "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 2 --train.steps 500" in out + err
 
 
 def test_a_node_that_does_not_come_is_missed(shop: Shop) -> None:

@@ -30,7 +30,7 @@ from paceline.commands.common.option_checks import (
 )
 from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
-from paceline.config.job_reference import parameter_sources, parse_jobref
+from paceline.config.job_reference import JobRef, parameter_sources, parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.merge_settings import RequestedSettings, merge, merge_without_job, read_requested_settings
 from paceline.config.settings import Settings
@@ -141,7 +141,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         PacelineError, Problems: a check failed; all problems are reported together.
     """
     problems: list[PacelineError] = []
-    ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
+    ref = collect_problems(problems, lambda: _read_job_reference(job, common))
     read = collect_problems(problems, lambda: read_requested_settings(file=common.config, overrides=overrides))
     requested: RequestedSettings = read or RequestedSettings()
     settings = collect_problems(problems, lambda: merge(requested))
@@ -180,11 +180,10 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     raise_all(problems if place is None else word_for_nodes(problems, num_nodes=place.num_nodes))
     assert layout is not None and settings is not None
     return Task(
-        verb=verb,
-        job=job,
+        verb=verb, job=job,
         run=common.run_dir or settings.run_dir or "",
         layout=str(layout),
-        update=str(update),
+        update=str(update), typed_update=common.update,
         compress=str(compress),
         ranks=ranks,
         nodes="" if place is None else place.option,
@@ -193,7 +192,14 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         origins=requested.origins,
         faults=common.faults,
         job_handle=common.job_handle,
-    )
+    )  # fmt: skip
+
+
+def _read_job_reference(job: str, common: RunOptions) -> JobRef | None:
+    """Return the reference to the job; None for a job that is a Python object."""
+    if common.job_handle is not None:
+        return None
+    return parse_jobref(job, is_on_nodes=common.place is not None and not common.place.is_played)
 
 
 def _destination_problems(verb: str, settings: Settings) -> list[PacelineError]:

@@ -10,43 +10,53 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from threading import Thread
+from typing import IO
 
 from paceline.commands.command_table import TrainOptions
 from paceline.commands.common.node_networks import NodeNetworks, open_node_networks
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
-from paceline.launch.agent.signals import active_stop_signals, die_with_parent, is_main_thread
+from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
+from paceline.nodes.node_place import DEFAULT_PORT, PLAYED_NODES, NodePlace
 
-PLAYED_NODES = "PACELINE_PLAYED_NODES"
-"""The variable that says to the command of a node that another command has started it with all others."""
-_COUNTS = re.compile(r"\d+(:\d+)?")  # one number, or the smallest and the largest
+_COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")  # one number, or the smallest and the largest
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
+_RELAY_SECONDS = 5.0  # for the last lines of a node whose command has ended
 
 
-def count_local_nodes(options: TrainOptions) -> int:
-    """Return how many nodes this machine is to play; 0 if `--nodes` names a host, or is not given.
+def played_place(options: TrainOptions) -> NodePlace | None:
+    """Return the place of node 0 if this machine is to play all nodes; None if `--nodes` names a host, or is not given.
 
     Raises:
         UsageError: the number is not possible, or another option contradicts it.
     """
-    if options.nodes is None or not _COUNTS.fullmatch(options.nodes):
-        return 0
-    num_nodes = int(options.nodes.rpartition(":")[2])
+    match = None if options.nodes is None else _COUNTS.fullmatch(options.nodes)
+    if match is None:
+        return None
+    num_nodes = int(match["count"])
+    least_nodes = int(match["least"] or num_nodes)
     if not 1 < num_nodes <= _MAX_NODES:
         hint = f"--nodes 2 plays 2 of them, at most {_MAX_NODES}; --nodes {num_nodes}:HOST needs a machine for each"
         raise UsageError(f"--nodes {options.nodes} plays nodes on this machine.", hint=hint)
+    if not 1 <= least_nodes <= num_nodes:
+        text = f"--nodes {options.nodes}: there must be at least one node, and the smaller number comes first."
+        smaller, larger = sorted((max(1, least_nodes), num_nodes))
+        raise UsageError(text, hint=f"--nodes {smaller}:{larger}")
     if options.node is not None:
         raise UsageError("--node needs the host of node 0.", hint=f"--nodes {num_nodes}:HOST --node {options.node}")
-    return num_nodes
+    return NodePlace(
+        num_nodes=num_nodes, least_nodes=least_nodes, head_host=_LOOPBACK, port=DEFAULT_PORT, node=0, is_played=True
+    )
 
 
-def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[str]) -> int:
+def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[str], *, resume_command: str) -> int:
     """Start the command of each node, with its output on this screen; return the exit code of the head.
 
     Each node has a network of its own if this process may make them; else all use the loopback interface. A stop signal
-    to this process goes to all nodes.
+    to this process goes to all nodes. If the head is killed, it can't print `resume_command`, so this process does.
     """
     if options.dry_run:
         return _run_on_networks(num_nodes, options, settings, networks=None)
@@ -57,15 +67,22 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
             lines = [f"{num_nodes} nodes as processes on {_LOOPBACK}: {networks}"]
         for line in lines:
             print_line(line, sys.stderr)
-        return _run_on_networks(
+        code = _run_on_networks(
             num_nodes, options, settings, networks=networks if isinstance(networks, NodeNetworks) else None
         )
+    if -code in set(signal.Signals) - set(STOP_SIGNALS):
+        print_line(f"node 0 was ended by {signal.Signals(-code).name}. Resume: {resume_command}", sys.stderr)
+    return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
 
 
 def _run_on_networks(
     num_nodes: int, options: TrainOptions, settings: Sequence[str], *, networks: NodeNetworks | None
 ) -> int:
-    """Start the command of each node, on its network if there are networks; return the exit code of the head."""
+    """Start the command of each node, on its network if there are networks; return the exit code of the head.
+
+    The lines of all nodes but the head begin with the number of the node, and standard output is the head's alone. The
+    code is negative if a signal has ended the head.
+    """
     head = f"{_LOOPBACK}:{_free_port()}" if networks is None else networks.head
     words = [*_as_words(options), *settings, "--nodes", f"{options.nodes}:{head}"]
     command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
@@ -75,24 +92,40 @@ def _run_on_networks(
     with _forwarded_signals(processes):
         try:
             for node in range(num_nodes):
-                output = None if node == 0 else sys.stderr.fileno()  # standard output is for the result
                 own = [*command, "--node", str(node)]
                 process = subprocess.Popen(
                     own if networks is None else networks.inside(node, own),
-                    stdout=output,
+                    stdout=subprocess.PIPE if node else None,
+                    stderr=subprocess.STDOUT if node else None,
                     env=environ,
                     start_new_session=True,
                     preexec_fn=end_with_this,
                 )
                 processes.append(process)
+            relays = [
+                Thread(target=_relay, args=(process.stdout, node), name="paceline-relay", daemon=True)
+                for node, process in enumerate(processes)
+                if node
+            ]
+            for relay in relays:  # after the last fork
+                relay.start()
             codes = [process.wait() for process in processes]
-            code = codes[0]
-            return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
+            for relay in relays:
+                relay.join(_RELAY_SECONDS)
+            return codes[0]
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
                     process.kill()
                 process.wait()
+
+
+def _relay(output: IO[bytes], node: int) -> None:
+    """Print the lines of a node, with its number, until its command has ended."""
+    with output:
+        for line in output:
+            text = f"[node {node}] {line.decode(errors='replace').rstrip()}".rstrip()
+            print_line(f"{text}\n", sys.stderr, end="")  # at once, so that lines of two nodes do not mix
 
 
 def _as_words(options: TrainOptions) -> list[str]:

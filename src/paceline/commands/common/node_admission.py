@@ -21,6 +21,7 @@ from paceline.nodes.node_link import NodeLink
 from paceline.nodes.node_meeting import Arrival, Reception, end_member
 from paceline.nodes.node_place import NodePlace
 
+STOPPED_WAITING, HEAD_STOPPED = "stopped while waiting for the other nodes", "node 0 was stopped"
 _POLL_SECONDS = 0.2
 _END_SECONDS = 2.0  # for an examination that is cut off
 
@@ -50,9 +51,14 @@ class NodeAdmission:
         Raises:
             MachineError, UsageError: a node did not come, or the nodes can't train together. Then all are ended.
         """
-        seats, findings = self._reception.wait(
-            wait_seconds=self._settings.wait, report=print_meeting_line, last_call_seconds=self._settings.last_call
-        )
+        try:
+            seats, findings = self._reception.wait(
+                wait_seconds=self._settings.wait, report=print_meeting_line, last_call_seconds=self._settings.last_call
+            )
+        except KeyboardInterrupt:
+            print_meeting_line(STOPPED_WAITING)
+            self._reception.turn_away(HEAD_STOPPED, exit_code=int(ExitCode.INTERRUPTED), seconds=0)
+            raise
         return self._admit(seats, findings)
 
     def open_again(self) -> None:

@@ -4,6 +4,7 @@ The command of node 0, the head, waits for the others, compares the nodes, and t
 `NodeGroup`. The command of any other node answers the head, and then runs its part of each attempt.
 """
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.commands.command_table import TrainOptions
-from paceline.commands.common.node_admission import NodeAdmission, error_line, print_meeting_line
+from paceline.commands.common.node_admission import (
+    HEAD_STOPPED,
+    STOPPED_WAITING,
+    NodeAdmission,
+    error_line,
+    print_meeting_line,
+)
 from paceline.config.merge_settings import as_command_text, merge_without_job
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
@@ -26,8 +33,9 @@ from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
-from paceline.nodes.node_meeting import Reception, join_head, listen_as_head
-from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, node_place
+from paceline.nodes.node_meeting import UNKNOWN_HOST_SECONDS, Reception, join_head, listen_as_head
+from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, has_late_names, node_place
+from paceline.nodes.rank_hints import hint_for_nodes
 from paceline.run_folder.run_folder import ROOT
 
 _JOIN_SECONDS = 10.0  # for a node that only says why it can't take part
@@ -117,8 +125,16 @@ class NodeStart:
         Raises:
             MachineError: the head can't be reached, refuses this node, or ended before the start.
         """
+        try:
+            return self._run_member()
+        except KeyboardInterrupt:  # before the agent handles the signals
+            print_meeting_line(STOPPED_WAITING)
+            raise
+
+    def _run_member(self) -> tuple[int, str]:
         place, num_restarts = self._place, 0
-        end = self._take_part(place, self._join(place))
+        host_seconds = math.inf if has_late_names(os.environ) else UNKNOWN_HOST_SECONDS
+        end = self._take_part(place, self._join(place, host_seconds=host_seconds))
         while True:
             if not end.is_head_lost or num_restarts >= self._max_restarts:
                 return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
@@ -130,10 +146,13 @@ class NodeStart:
                 return int(ExitCode.STOPPED), f"{end.text}, and did not come back: {error.what}"
             end = self._take_part(place, channel)
 
-    def _join(self, place: NodePlace) -> LineChannel:
-        waits_for_place = self._max_restarts > 0
+    def _join(self, place: NodePlace, *, host_seconds: float = math.inf) -> LineChannel:
         return join_head(
-            place, wait_seconds=self.settings.wait, waits_for_place=waits_for_place, report=print_meeting_line
+            place,
+            wait_seconds=self.settings.wait,
+            host_seconds=host_seconds,
+            waits_for_place=self._max_restarts > 0,
+            report=print_meeting_line,
         )
 
     def _take_part(self, place: NodePlace, channel: LineChannel) -> MemberEnd:
@@ -192,7 +211,12 @@ class NodeStart:
             try:
                 yield group
             except PacelineError as error:
+                error.hint = hint_for_nodes(error.hint, num_nodes=self._place.num_nodes)
                 group.end(int(error.exit_code), f"node 0: {error_line(error)}")
+                raise
+            except KeyboardInterrupt:
+                print_meeting_line("stopped")
+                group.end(int(ExitCode.INTERRUPTED), HEAD_STOPPED)
                 raise
             finally:
                 group.end(int(ExitCode.FAILED), "node 0 has ended")  # unless it has ended them already

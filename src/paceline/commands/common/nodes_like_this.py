@@ -1,7 +1,11 @@
 """The machines of `plan --nodes`: several that are like this one, with a given or measured link between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from paceline.commands.common.resume_command import build_resume_command
+from paceline.config.task import Task
 from paceline.errors import PacelineError, UsageError, list_problems, raise_all
 from paceline.planner.hardware.cluster import Cluster, Link
 from paceline.planner.hardware.given_link import EXAMPLE, read_given_link
@@ -24,6 +28,19 @@ class NodesLikeThis:
         """
         local = benchmark_local_machine(ranks=ranks_per_node, device=device).cluster
         return replace(local, nodes=self.num_nodes, between=self.link)
+
+    def train_command(self, task: Task, row: Mapping[str, Any]) -> str:
+        """Return what to type to train in a layout of the plan. `task` was planned, with the ranks of one machine."""
+        training = replace(
+            task,
+            run=f"runs/{task.short_job}-on-{self.num_nodes}-nodes",
+            ranks=self.num_nodes * task.ranks,
+            nodes=f"{self.num_nodes}:host1",
+            layout=row["layout"],
+            settings={**task.settings, **row["settings"]},
+            origins={**task.origins, **dict.fromkeys(row["settings"], "auto")},
+        )
+        return build_resume_command(training)
 
 
 def read_nodes_like_this(

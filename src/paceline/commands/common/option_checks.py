@@ -1,7 +1,6 @@
 """Checks that refuse invalid options before a process starts."""
 
 import os
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from paceline.config.update_rule import find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
+from paceline.nodes.rank_hints import hint_for_nodes
 
-_RANKS_OPTION = re.compile(r"(?<!on one machine, )--ranks (\d+)\b")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 
@@ -96,15 +95,8 @@ def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, settings: Setti
 
 def word_for_nodes(problems: Sequence[PacelineError], *, num_nodes: int) -> list[PacelineError]:
     """Return the problems with hints that say `--ranks-per-node`, where they say `--ranks` for one machine."""
-
-    def replace_option(match: re.Match[str]) -> str:
-        ranks = int(match[1])
-        if ranks % num_nodes == 0:
-            return f"--ranks-per-node {ranks // num_nodes}"
-        return f"{ranks} ranks on all nodes together (--nodes N:HOST --ranks-per-node K)"
-
     for problem in problems:
-        problem.hint = _RANKS_OPTION.sub(replace_option, problem.hint)
+        problem.hint = hint_for_nodes(problem.hint, num_nodes=num_nodes)
     return list(problems)
 
 

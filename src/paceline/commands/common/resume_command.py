@@ -5,13 +5,14 @@ import shlex
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
-from paceline.commands.common.devices import choose_device
-from paceline.commands.common.local_nodes import PLAYED_NODES
+from paceline.commands.common.devices import choose_device, choose_ranks_of_nodes
+from paceline.config.layout import parse_layout
 from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
+from paceline.config.update_rule import parse_update
 from paceline.launch.launcher_variables import JoinedWorld
-from paceline.nodes.node_place import split_counts
+from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, split_counts
 from paceline.nodes.slurm_hosts import step_hosts
 from paceline.run_folder.run_folder import RunFolder
 
@@ -20,21 +21,20 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
     The device is named only if `--device auto` would choose another one. A secret is masked with dots. Under another
-    launcher or on several nodes, the text begins with the launcher's command, or with an instruction for each node.
+    launcher or on several nodes, the text begins with the launcher's command, or with an instruction for each node. A
+    task without a run folder resumes the newest run.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
-    command = ["paceline", "train", task.job, "--run-dir", task.run]
-    is_local = PLAYED_NODES in os.environ  # one command has started all nodes
+    command = ["paceline", "train", task.job, *(["--run-dir", task.run] if task.run else ["--resume"])]
+    is_played = bool(task.nodes) and split_counts(task.nodes)[0] == task.nodes  # one command has started all nodes
     is_step = _is_slurm_step(task)
-    if task.nodes:
-        counts, num_nodes = split_counts(task.nodes)
-        ranks_per_node = (task.requested_ranks or task.ranks) // num_nodes
-        if is_step:
-            command = ["srun", "--nodes", str(num_nodes), "--ntasks-per-node", "1", *command]
-        else:
-            command += ["--nodes", counts if is_local else task.nodes]
-        command += ["--ranks-per-node", str(ranks_per_node)]
+    if is_step:
+        num_nodes = split_counts(task.nodes)[1]
+        command = ["srun", "--nodes", str(num_nodes), "--ntasks-per-node", "1", *command]
+        command += _ranks_per_node(task, is_played=False)
+    elif task.nodes:
+        command += ["--nodes", task.nodes, *_ranks_per_node(task, is_played=is_played)]
     elif joined is None:
         command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
@@ -44,7 +44,7 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
         command += ["--layout", task.layout]
     if task.update != "sync":
-        command += ["--update", task.update]
+        command += ["--update", _update_as_typed(task)]
     if task.compress != "none":
         command += ["--compress", task.compress]
     files = {origin.removeprefix("file ") for origin in task.origins.values() if origin.startswith("file ")}
@@ -53,19 +53,37 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             command += [f"--{name}", mask_value(name, as_command_text(value))]
-    if task.nodes and not is_local and not is_step:
+    if task.nodes and not is_played and not is_step:
         return f"on every node: {shlex.join(command)}"
     return shlex.join(command) if joined is None else joined.launch_command(command)
 
 
 def _is_slurm_step(task: Task) -> bool:
     """Return whether the nodes are those of this Slurm step; the next step may have other ones."""
+    if not task.nodes:
+        return False
     try:
         hosts = step_hosts(os.environ)
     except (KeyError, ValueError):
         return False
     place = f"{len(hosts)}:{hosts[0] if hosts else ''}:"
     return f"{task.nodes}:".startswith(place)
+
+
+def _ranks_per_node(task: Task, *, is_played: bool) -> list[str]:
+    """Return the option for the ranks of each node. If one machine plays all nodes, the default is left out."""
+    num_nodes = split_counts(task.nodes)[1]
+    place = NodePlace(num_nodes=num_nodes, head_host="", port=DEFAULT_PORT, node=0)
+    ranks = task.requested_ranks or task.ranks
+    if is_played and ranks == choose_ranks_of_nodes(None, place, parse_layout(task.layout), task.device, []):
+        return []
+    return ["--ranks-per-node", str(ranks // num_nodes)]
+
+
+def _update_as_typed(task: Task) -> str:
+    """Return the update rule as it was typed, unless it was changed since."""
+    is_same = bool(task.typed_update) and str(parse_update(task.typed_update)) == task.update
+    return task.typed_update if is_same else task.update
 
 
 def build_retry_command(task: Task) -> str:

@@ -17,6 +17,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_interrupted = False
+        """Whether the last request was Ctrl-C."""
         self.on_request: Callable[[int], None] | None = None
 
     def is_asked(self) -> bool:
@@ -41,6 +43,7 @@ class StopRequests:
         if self.count and number in IGNORED_WHEN_REPEATED:
             return
         self.count += 1
+        self.is_interrupted = number == signal.SIGINT
         if self.on_request is not None:
             self.on_request(number)
 

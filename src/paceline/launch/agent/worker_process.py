@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.config.job_reference import split_jobref
-from paceline.errors import ExitCode, job_exit_error
+from paceline.errors import ExitCode, PacelineError, job_exit_error
 from paceline.launch.agent.launcher_death import die_with_launcher
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
@@ -22,7 +22,10 @@ from paceline.launch.agent.shared_status import read_stop, write_end
 from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
 from paceline.launch.failures.stack_dumps import install_crash_handler, install_stack_handler
+from paceline.launch.inherited_environment import NODES, own_environ
 from paceline.launch.joined_rank import joined_rank
+from paceline.nodes.node_place import split_counts
+from paceline.nodes.rank_hints import hint_for_nodes
 from paceline.plugins import resolve
 from paceline.user_code import script_arguments
 
@@ -43,6 +46,7 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
         return _run_script(argv) if argv else _run_entry(request["entry"], request["payload"])
 
     def record_failure(error: BaseException) -> None:
+        word_error_of_rank(error)
         if os.getpid() == pid:
             write_failure(folder, rank=rank, error=error, status_fd=status_fd)
 
@@ -59,6 +63,13 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
     if status_fd is not None and os.getpid() == pid:
         write_end(status_fd, rank=rank, code=code)
     end_python(code)
+
+
+def word_error_of_rank(error: BaseException) -> None:
+    """Change the hint of an error of this rank if Paceline has started it on one of several nodes."""
+    nodes = own_environ(os.environ).get(NODES)
+    if nodes and isinstance(error, PacelineError):
+        error.hint = hint_for_nodes(error.hint, num_nodes=split_counts(nodes)[1])
 
 
 def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:

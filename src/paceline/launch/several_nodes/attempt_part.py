@@ -9,7 +9,7 @@ from typing import Any
 from paceline.config.secret_settings import holds_secret
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.launch.failures.failure_record import failure_path
-from paceline.launch.inherited_environment import AGENT_PID
+from paceline.launch.inherited_environment import AGENT_PID, NODES
 from paceline.nodes.network_interfaces import interface_name, list_interfaces
 from paceline.run_folder.run_folder import RunFolder
 
@@ -40,6 +40,7 @@ class AttemptPart:
         """
         folder = run.attempt_folder(attempt)
         path = folder / ("request.json" if self.node == 0 else f"request-node-{self.node}.json")
+        nodes = (request.get("payload") or {}).get("nodes")
         own = {
             **request,
             "payload": self._payload(request["payload"]),
@@ -48,7 +49,7 @@ class AttemptPart:
             "local_ranks": len(self.ranks),
             "address": self.address,
             "port": self.port,
-            "variables": {**self._variables(), AGENT_PID: str(os.getpid())},
+            "variables": {**self._variables(), AGENT_PID: str(os.getpid()), **({NODES: nodes} if nodes else {})},
         }
         with report_write_errors(run.path):
             folder.mkdir(parents=True, exist_ok=self.node > 0)

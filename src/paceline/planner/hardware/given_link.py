@@ -14,8 +14,8 @@ from paceline.planner.hardware.cluster import Link
 from paceline.planner.hardware.unit_parsing import QuantityKind, parse_quantity
 
 EXAMPLE = (
-    "--link 10Gbit/s, or eth-10g, or FILE after `paceline doctor --nodes N:HOST --json > FILE` on node 0 "
-    "(on the others the same line)"
+    "--link 20Mbit/s, --link 1.5GB/s, --link eth-10g, or --link doctor.json after "
+    "`paceline doctor --nodes N:HOST --json > doctor.json` on node 0 (on the others the same line)"
 )
 _ASSUMED_LATENCY_SECONDS = 50e-6
 _FILE_EXAMPLE = "on node 0: paceline doctor --nodes 2:HOST --json > links.json, and on the others the same line"
@@ -51,7 +51,10 @@ def read_given_link(text: str) -> Link:
     if (known := LINKS.get(text.lower())) is not None:
         return replace(known, origin="given")
     if re.match(r"[+-]?[0-9]", text) and not Path(text).is_file():
-        rate = parse_quantity(text, kind=QuantityKind.BYTES_PER_SECOND, name="--link")
+        try:
+            rate = parse_quantity(text, kind=QuantityKind.BYTES_PER_SECOND, name="--link")
+        except UsageError as error:
+            raise UsageError(error.what, cause=error.cause, hint=EXAMPLE) from None
         source = "--link; the latency is assumed"
         return Link(
             name="network", latency_seconds=_ASSUMED_LATENCY_SECONDS, bytes_per_second=rate, is_shared=True,
