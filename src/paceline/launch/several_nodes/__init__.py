@@ -16,5 +16,6 @@ Start with `node_group.py`.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.
+- `stopped_wait.py`: A wait of a member between two attempts, such as for a lost head, that a stop signal ends in order.
 - `worker_nodes.py`: The nodes that have only workers of parameter servers: the run goes on without one of them.
 """
