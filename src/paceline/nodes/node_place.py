@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from paceline.errors import UsageError
@@ -11,6 +13,8 @@ from paceline.nodes.slurm_hosts import step_hosts, step_port
 
 DEFAULT_PORT = 29400
 _NODES = re.compile(r"((?P<least>\d+):)?(?P<count>\d+):(?P<host>[^:]+)(:(?P<port>\d+))?")
+_COUNTS = re.compile(r"\d+:")
+_BRACKETS = re.compile(r"\[(.*)\](:\d+)?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _MAX_PORT = 65535
 _SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
@@ -70,8 +74,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         return _kubeflow_place(environ) or _sagemaker_place(_SAGEMAKER_FILE)
     match = _NODES.fullmatch(nodes)
     if match is None:
-        cause = "it is N:HOST, N:HOST:PORT or MIN:MAX:HOST, and an IPv6 address is no HOST"
-        raise UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint="--nodes 2:host1")
+        raise _unreadable(nodes)
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
@@ -92,6 +95,31 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         least_nodes=least_nodes,
         is_extra_task=is_extra_task,
     )
+
+
+def _unreadable(nodes: str) -> UsageError:
+    """Return the error for a value of `--nodes` that can't be read."""
+    count = nodes.partition(":")[0]
+    count = count if count.isdecimal() else "2"
+    if _names_ipv6(nodes):
+        return UsageError(
+            f"--nodes {nodes}: the nodes meet over IPv4, and this is an IPv6 address.",
+            cause="rank 0 and the link measurement listen on IPv4 addresses only",
+            hint=f"--nodes {count}:HOST with a name or an IPv4 address of the first machine",
+        )
+    cause = "it is N:HOST, N:HOST:PORT or MIN:MAX:HOST"
+    return UsageError(f"--nodes {nodes} can't be read.", cause=cause, hint=f"--nodes {count}:host1")
+
+
+def _names_ipv6(nodes: str) -> bool:
+    """Return whether an IPv6 address, with brackets or without, follows the numbers of nodes."""
+    one = _COUNTS.sub("", nodes, count=1)
+    for rest in (one, _COUNTS.sub("", one, count=1)):
+        in_brackets = _BRACKETS.fullmatch(rest)
+        with suppress(ValueError):
+            IPv6Address(in_brackets[1] if in_brackets else rest)
+            return True
+    return False
 
 
 def split_counts(option: str) -> tuple[str, int]:

@@ -20,7 +20,8 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError, PacelineError
 from paceline.launch.inherited_environment import leave_launcher
 from paceline.launch.several_nodes.member_agent import MemberAgent, MemberEnd
-from paceline.launch.several_nodes.node_group import NodeGroup, describe_ranks
+from paceline.launch.several_nodes.node_group import NodeGroup
+from paceline.launch.several_nodes.node_stays import describe_ranks
 from paceline.launch.several_nodes.stopped_wait import StoppedWaitError, stop_ends_wait
 from paceline.nodes.examination import END, answer_head
 from paceline.nodes.line_channel import LineChannel

@@ -14,6 +14,7 @@ Start with `node_group.py`.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
+- `node_stays.py`: `nodes.json` in the run folder: which nodes each attempt had, where they were, and why some left.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.
 - `stopped_wait.py`: A wait of a member between two attempts, such as for a lost head, that a stop signal ends in order.
