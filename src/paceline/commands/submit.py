@@ -108,7 +108,12 @@ def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
             f"{file.path.name} would be refused:\n{text}", hint="paceline submit --help, or docs/submit.md"
         )
     write_submission(file)
-    value = {"file": str(file.path), "command": file.command, "name": submission.name, "run": submission.run}
+    value = {
+        "file": str(file.path),
+        "command": file.command,
+        "name": file.job_name or submission.name,
+        "run": submission.run,
+    }
     own_run = [f"run folder on the machines: {submission.run}"] if options.to == "k8s" else []
     lines = [f"wrote {file.path}", *own_run, *_cost_lines(options)]
     if options.follow:
