@@ -8,27 +8,12 @@ import pytest
 
 from paceline.cli import main
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
-
-JOB = """
-import torch, torch.nn.functional as F, paceline as pl
-
-def make_job(width: int = 512, depth: int = 8) -> pl.Job:
-    data = torch.utils.data.TensorDataset(torch.randn(512, width), torch.randn(512, width))
-    return pl.Job(
-        model=lambda: torch.nn.Sequential(
-            *[torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)]
-        ),
-        loss=lambda output, batch: (F.mse_loss(output, batch[1], reduction="sum"), output.numel()),
-        train_data=data,
-        optimizer=lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-4),
-        global_batch_size=256,
-    )
-"""
+from tests.planned_job import LINK_BOUND_JOB
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(LINK_BOUND_JOB)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
