@@ -10,28 +10,14 @@ from paceline.cli import main
 from paceline.planner.hardware.given_link import read_given_link
 from paceline.planner.layout.host_resources import visible_gpus
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
+from tests.planned_job import LINK_BOUND_JOB
 
 DEVICE = " --device cpu" if visible_gpus() else ""  # is named if `auto` would choose another one
-JOB = """
-import torch, torch.nn.functional as F, paceline as pl
-
-def make_job(width: int = 512, depth: int = 8) -> pl.Job:
-    data = torch.utils.data.TensorDataset(torch.randn(512, width), torch.randn(512, width))
-    return pl.Job(
-        model=lambda: torch.nn.Sequential(
-            *[torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)]
-        ),
-        loss=lambda output, batch: (F.mse_loss(output, batch[1], reduction="sum"), output.numel()),
-        train_data=data,
-        optimizer=lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-4),
-        global_batch_size=256,
-    )
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(LINK_BOUND_JOB)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
 from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_nodes
+from tests.planned_job import LINK_BOUND_JOB
 
 pytestmark = [
     pytest.mark.one_worker,
@@ -20,27 +21,12 @@ pytestmark = [
     ),
 ]
 PORT = 29471
-JOB = """
-import torch, torch.nn.functional as F, paceline as pl
-
-def make_job(width: int = 512, depth: int = 8) -> pl.Job:
-    data = torch.utils.data.TensorDataset(torch.randn(512, width), torch.randn(512, width))
-    return pl.Job(
-        model=lambda: torch.nn.Sequential(
-            *[torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)]
-        ),
-        loss=lambda output, batch: (F.mse_loss(output, batch[1], reduction="sum"), output.numel()),
-        train_data=data,
-        optimizer=lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-4),
-        global_batch_size=256,
-    )
-"""
 
 
 @pytest.fixture(scope="module")
 def slow_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkNodes]:
     folder = tmp_path_factory.mktemp("slow")
-    (folder / "job.py").write_text(JOB)
+    (folder / "job.py").write_text(LINK_BOUND_JOB)
     with network_nodes(2, folder) as made:
         made.slow(1, "20mbit")
         yield made

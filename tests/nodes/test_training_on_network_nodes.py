@@ -73,3 +73,19 @@ def test_after_a_node_that_did_not_come_the_hint_is_the_doctor(nodes: NetworkNod
     process = nodes.start(0, [sys.executable, "-W", "ignore", "-m", "paceline", *words], environ=environ)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3 and "on every node: paceline doctor --nodes N:node0" in err, err
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_head_with_only_an_ipv6_address_is_refused_in_words(nodes: NetworkNodes, tmp_path: Path, node: int) -> None:
+    """At once, although the machine has the address: the nodes would wait in vain for each other."""
+    words = ["train", "job.py", "--run-dir", str(tmp_path / "run"), "--nodes", "2:node6", "--node", str(node)]
+    process = nodes.start(
+        node,
+        [sys.executable, "-W", "ignore", "-m", "paceline", *words],
+        hosts="127.0.0.1 localhost\nfd77::1 node6\n",
+        setup="ip addr add fd77::1/64 dev eth0 nodad",
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert "the host node6 has only an IPv6 address (fd77::1), and the nodes meet over IPv4." in err
+    assert "to do: --nodes 2:ADDRESS with an IPv4 address of node6: ip -4 addr, there" in err

@@ -21,7 +21,7 @@ from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
-from paceline.launch.several_nodes.lost_nodes import LostNode, LostWork, read_lost_work, write_lost_nodes
+from paceline.launch.several_nodes.lost_nodes import LOST_NODES, LOST_WORK, LostNode, LostWork
 from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.lost_node_watch import watch_lost_nodes
 from paceline.step.parameter_server.push_messages import GradientPush
@@ -647,9 +647,9 @@ def test_the_workers_of_a_lost_node_are_given_up_and_what_they_had_not_pushed_is
     state.remove_worker(3, reason="whose process has ended")
     node = LostNode(node=1, name="node 1 (host1, ranks 2-3)", first_rank=2, num_ranks=2, reason="", step=0)
     watch_lost_nodes(state, LaunchInfo(world_size=4, local_world_size=2), tmp_path)
-    write_lost_nodes(tmp_path, [node])
-    wait_until(lambda: bool(read_lost_work(tmp_path)), seconds=10)
-    assert read_lost_work(tmp_path) == [LostWork(gradients=1, samples=7)]  # the gradient of rank 3 counts
+    LOST_NODES.write(tmp_path, [node])
+    wait_until(lambda: bool(LOST_WORK.read(tmp_path)), seconds=10)
+    assert LOST_WORK.read(tmp_path) == [LostWork(gradients=1, samples=7)]  # the gradient of rank 3 counts
     assert state.num_workers == 1 and state.notes[-1] == (
         "node 1 (host1, ranks 2-3) is lost after step 0: 1 unpushed gradient (7 samples) is lost, and other workers "
         "compute it again; 1 worker left"
@@ -658,9 +658,9 @@ def test_the_workers_of_a_lost_node_are_given_up_and_what_they_had_not_pushed_is
     assert again is not None and leased[2] is not None and again[0].share == leased[2][0].share
     with pytest.raises(ConnectionLost):  # the network was only silent
         state.store_push(leased[2][0], GradientPush(gradients=[], terms={}, divided_by=None))
-    write_lost_nodes(tmp_path, [node, node])
-    wait_until(lambda: len(read_lost_work(tmp_path)) == 2, seconds=10)
-    assert read_lost_work(tmp_path)[1] == LostWork(gradients=0, samples=0)
+    LOST_NODES.write(tmp_path, [node, node])
+    wait_until(lambda: len(LOST_WORK.read(tmp_path)) == 2, seconds=10)
+    assert LOST_WORK.read(tmp_path)[1] == LostWork(gradients=0, samples=0)
     state.end_run()
 
 

@@ -12,7 +12,7 @@ from paceline.submit.submission import Submission
 from paceline.submit.target_options import SageMakerOptions
 
 IMAGE = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/paceline:1"
-FILE_SYSTEM = {"storage": "fsx://fs-0123456789abcdef0/runs", "network": "subnet-0123,sg-0123"}
+FILE_SYSTEM = {"storage": "fsx://fs-0123456789abcdef0/runs", "network": "subnet-0123,sg-0123", "mount": "abcdefgh"}
 
 
 def request(num_nodes: int = 1, **changed: str) -> dict[str, Any]:
@@ -40,8 +40,38 @@ def test_several_machines_need_a_file_system_and_its_network() -> None:
         request(2)
     with pytest.raises(UsageError, match="reached only from its network"):
         request(2, storage=FILE_SYSTEM["storage"])
+    with pytest.raises(UsageError, match="mount name of the file system is missing") as caught:
+        request(2, **{**FILE_SYSTEM, "mount": ""})
+    assert "aws fsx describe-file-systems --file-system-ids fs-0123456789abcdef0 --query" in caught.value.hint
+    with pytest.raises(UsageError, match="mount=/abcdefgh is no mount name"):
+        request(2, **{**FILE_SYSTEM, "mount": "/abcdefgh"})
     with pytest.raises(UsageError, match="no S3 folder and no file system"):
         request(storage="/data")
+
+
+@pytest.mark.parametrize(
+    ("storage", "mount", "path"),
+    [
+        ("fsx://fs-0123456789abcdef0/runs", "abcdefgh", "/abcdefgh/runs"),
+        ("fsx://fs-0123456789abcdef0/abcdefgh/runs", "abcdefgh", "/abcdefgh/runs"),
+        ("fsx://fs-0123456789abcdef0/abcdefghi", "abcdefgh", "/abcdefgh/abcdefghi"),
+        ("fsx://fs-0123456789abcdef0", "fsx", "/fsx"),
+        ("efs://fs-0123456789abcdef0/runs", "", "/runs"),
+        ("efs://fs-0123456789abcdef0", "", "/"),
+    ],
+)
+def test_a_path_on_fsx_begins_with_its_mount_name(storage: str, mount: str, path: str) -> None:
+    made = request(2, storage=storage, mount=mount, network=FILE_SYSTEM["network"])
+    assert made["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"]["DirectoryPath"] == path
+
+
+def test_the_same_job_gets_another_name_each_time_and_the_same_run_folder() -> None:
+    """The names of an account's jobs are never free again; a job that is handed in again resumes its run."""
+    first, second = (request(2, **FILE_SYSTEM) for _ in range(2))
+    assert first["TrainingJobName"] != second["TrainingJobName"]
+    assert first["TrainingJobName"].startswith("digits-cnn-first-") and check_sagemaker(first) == []
+    assert first["AlgorithmSpecification"] == second["AlgorithmSpecification"]
+    assert check_sagemaker({**first, "TrainingJobName": "n" * 40 + first["TrainingJobName"][16:]}) == []
 
 
 @pytest.mark.parametrize(

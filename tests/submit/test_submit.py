@@ -88,7 +88,7 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> 
         (("--to", "k8s"), "needs a container image"),
         (("--nodes", "0"), "--nodes 0 must be positive"),
         (("--array", "1-"), "--array 1- can't be read"),
-        (("--array", "1-3", "--follow"), "--follow is for one job of Slurm"),
+        (("--array", "1-3", "--follow"), "--follow is for one job of Slurm or Kubernetes"),
         (("--device", "gpu"), "--device gpu"),
         (("--array", "1-4", "--price", "1", "--budget", "24"), "may cost 96.00, and the budget is 24.00"),
         (("--layout", "tp=3", "--nodes", "2"), "tp=3 needs"),

@@ -19,7 +19,8 @@ from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace
 from paceline.submit.crd_checks import check_against_schema, read_crd_schema
-from paceline.submit.follow_job import follow_slurm
+from paceline.submit.follow_kubernetes import follow_kubernetes
+from paceline.submit.follow_slurm import follow_slurm
 from paceline.submit.kubernetes_checks import check_kubernetes
 from paceline.submit.kubernetes_files import kubernetes_file
 from paceline.submit.ray_script import check_ray_script, ray_script
@@ -77,7 +78,7 @@ class SubmitOptions:
     run_dir: str | None = None
     """The run folder, which all nodes see. The file is written to its folder `submit`."""
     follow: bool = False
-    """Slurm: hand the job in, and print its output until it ends."""
+    """Slurm, Kubernetes: hand the job in, and print its output until it ends."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -107,14 +108,27 @@ def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
             f"{file.path.name} would be refused:\n{text}", hint="paceline submit --help, or docs/submit.md"
         )
     write_submission(file)
-    value = {"file": str(file.path), "command": file.command, "name": submission.name, "run": submission.run}
+    value = {
+        "file": str(file.path),
+        "command": file.command,
+        "name": file.job_name or submission.name,
+        "run": submission.run,
+    }
     own_run = [f"run folder on the machines: {submission.run}"] if options.to == "k8s" else []
     lines = [f"wrote {file.path}", *own_run, *_cost_lines(options)]
     if options.follow:
         for line in lines:
             _report(line)
-        return follow_slurm(file.path, report=_report), value, ""
+        return _follow(options, submission, file), value, ""
     return 0, value, "\n".join([*lines, f"To hand it in: {file.command}"])
+
+
+def _follow(options: SubmitOptions, submission: Submission, file: SubmissionFile) -> int:
+    """Hand the job in, print its output until it ends, and return the exit code of the training."""
+    if options.to == "slurm":
+        return follow_slurm(file.path, report=_report)
+    kind = read_kubernetes_options(options.using).kind
+    return follow_kubernetes(file, name=submission.name, kind=kind, num_nodes=submission.num_nodes, report=_report)
 
 
 def _option_problems(options: SubmitOptions) -> list[PacelineError]:
@@ -145,9 +159,9 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
         problems.append(UsageError("--array is for Slurm.", hint="one submit for each training"))
     if options.array and not _ARRAY.fullmatch(options.array):
         problems.append(UsageError(f"--array {options.array} can't be read.", hint="--array 1-4, or 1,3,7-9"))
-    if options.follow and (options.to != "slurm" or options.array):
-        hint = "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=NAME, or squeue; Ray follows by itself"
-        problems.append(UsageError("--follow is for one job of Slurm.", hint=hint))
+    if options.follow and (options.to not in ("slurm", "k8s") or options.array):
+        hint = "leave --follow out; squeue shows an array, and Ray follows by itself"
+        problems.append(UsageError("--follow is for one job of Slurm or Kubernetes.", hint=hint))
     if options.device not in ("cuda", "cpu"):
         problems.append(UsageError(f"--device {options.device}.", hint="--device cuda | cpu"))
     if any("\n" in text for text in (options.job, options.run_dir or "", options.image)):

@@ -34,6 +34,7 @@ from paceline.launch.run_outcome import (
     failure_as_json,
     failure_screen,
 )
+from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
 from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
@@ -70,6 +71,12 @@ class Explanation:
     resume_command: str = ""
     stopped_command: int = 0
     """The process of the command if a signal has stopped it, else 0."""
+    losses: tuple[str, ...] = ()
+    """A line about each node that left the attempt."""
+    hidden_ranks: range = range(0)
+    """The ranks on other nodes, of which nothing is known as long as they train."""
+    servers: int = 0
+    """The number of parameter servers, which are the first ranks."""
     notes: tuple[str, ...] = ()
     """Lines about an end without a failure, or about records that are lost."""
 
@@ -87,6 +94,7 @@ class Explanation:
             "hangs": list(self.hangs),
             "ranks": [position.as_json() for position in self.positions],
             "restarts": list(self.restarts),
+            "lost_nodes": list(self.losses),
             "go_on": self.resume_command,
         }
 
@@ -94,7 +102,7 @@ class Explanation:
     def text(self) -> str:
         """The explanation as text for the console."""
         head = f"{self.run}: {self.state}, attempt {self.attempt}, step {self.step}"
-        lines = [head, *(f"  {line}" for line in self.restarts)]
+        lines = [head, *(f"  {line}" for line in (*self.restarts, *self.losses))]
         if self.outcome is not None:
             lines += [failure_screen(self.outcome), *self._follow_up_lines()]
             lines += [f"named before: {' '.join(_first_lines(record))}" for record in self.hangs[-1:]]
@@ -103,7 +111,7 @@ class Explanation:
         elif self.state in ("unknown", "restarting"):
             lines += self.notes
         elif self.state in ("running", "hanging"):
-            lines += self._position_lines("")
+            lines += [*self._position_lines(""), *self._hidden_lines()]
             lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
         if self.stopped_command:
             lines.append(
@@ -117,12 +125,21 @@ class Explanation:
         if not self.positions:
             return "its ranks are starting, or run on several machines, where they are not watched"
         silent = [position for position in self.positions if position.silent_seconds > _SILENT_SECONDS]
+        if self.servers:
+            return "no hang is looked for: workers of parameter servers do not wait for each other"
         if not silent:
             return "no rank hangs"
         return (
             "no rank is named yet: a rank may be silent for 10 s while it reads data, for 30 s until its first step "
             "ends, and for 60 s in a save or in on_eval; a rank that waits for another one is not to blame"
         )
+
+    def _hidden_lines(self) -> list[str]:
+        """Say which ranks are not shown, because they are on other nodes."""
+        if not self.hidden_ranks:
+            return []
+        ranks = describe_ranks(self.hidden_ranks)
+        return [f"  {ranks}: on other nodes, which say what their ranks do only when one is silent"]
 
     def _follow_up_lines(self) -> list[str]:
         lines = [f"  then {_follow_up_text(failure)}" for failure in self.follow_up[:_MAX_LINES]]
@@ -170,7 +187,8 @@ def explain_run(run: str | None = None) -> Explanation:
     if attempt is None:
         return _explain_without_logs(explanation, folder, history)
     number = int(attempt.name.removeprefix("attempt-"))
-    explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)))
+    losses = tuple(lost_node_lines(folder.path, number))
+    explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)), losses=losses)
     if is_run_folder_locked(folder.path):
         return _explain_running(explanation, folder, attempt, step_seconds=_usual_step_seconds(history))
     failure = newest_failure(history)
@@ -268,11 +286,12 @@ def _explain_running(
         )
     remote = read_remote_positions(attempt)
     positions = [*observe_ranks(attempt, ranks=_ranks_here(attempt)), *(remote or ())]
-    request = json_or_none(attempt / "request.json")
-    has_servers = isinstance(request, dict) and bool(request.get("servers"))  # whose workers do not wait for each other
-    has_other_nodes = isinstance(request, dict) and request.get("local_ranks") != request.get("ranks")
+    content = json_or_none(attempt / "request.json")  # None if another launcher has started the ranks
+    request = content if isinstance(content, dict) else {}
+    servers = int(request.get("servers") or 0)  # whose workers do not wait for each other
+    has_other_nodes = request.get("local_ranks") != request.get("ranks")
     sees_all_ranks = remote is not None or not has_other_nodes
-    watches_hangs = not has_servers and sees_all_ranks
+    watches_hangs = not servers and sees_all_ranks
     hang = find_hang(positions, step_seconds=step_seconds) if watches_hangs else None
     if hang is not None and explanation.hangs and explanation.hangs[-1]["ranks"] == hang.as_json()["ranks"]:
         hang = replace(hang, details=explanation.hangs[-1].get("details", ""))
@@ -280,8 +299,11 @@ def _explain_running(
     first, _ = read_failures(attempt)
     reason = "" if first is None else f" ({_failure(first).summary})"
     pid = int(holder.get("pid") or 0)
+    hidden_ranks = range(0) if sees_all_ranks or not positions else range(request["local_ranks"], request["ranks"])
     return replace(
         explanation,
+        servers=servers,
+        hidden_ranks=hidden_ranks,
         state="restarting" if have_ended else "running" if hang is None else "hanging",
         stopped_command=pid if pid not in (0, *(p.pid for p in positions)) and process_state(pid) == "T" else 0,
         step=max((position.step for position in positions), default=explanation.step),

@@ -27,6 +27,8 @@ class LineChannel:
         address = connection.getsockname()
         self.own_address = str(address[0]) if address else ""
         """This end's IP address; empty if the connection has none."""
+        self.peer_address = _peer_address(connection)
+        """The other end's IP address; empty if the connection has none, or is closed."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
@@ -134,3 +136,11 @@ def close_listener(listener: socket.socket) -> None:
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()
+
+
+def _peer_address(connection: socket.socket) -> str:
+    try:
+        address = connection.getpeername()
+    except OSError:
+        return ""
+    return str(address[0]) if address else ""

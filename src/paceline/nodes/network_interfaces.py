@@ -98,6 +98,14 @@ def resolve_host(name: str) -> str:
         return ""
 
 
+def ipv6_address(name: str) -> str:
+    """Return an IPv6 address of a host name; empty if it has none."""
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET6, socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        return ""
+
+
 def is_own_address(address: str) -> bool:
     """Return whether an address belongs to this machine, so that a socket can be bound to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

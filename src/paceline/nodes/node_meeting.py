@@ -21,7 +21,7 @@ from paceline.console.formatting import plural
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.line_channel import LineChannel, accept_connection, close_listener
-from paceline.nodes.network_interfaces import is_own_address, resolve_host
+from paceline.nodes.network_interfaces import ipv6_address, is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
 PROTOCOL = "paceline-nodes-1"
@@ -59,10 +59,12 @@ def listen_as_head(place: NodePlace) -> socket.socket | None:
     Without a number, the first process on the head's machine that can listen is the head.
 
     Raises:
-        UsageError: this is node 0, but the head's host is another machine.
+        UsageError: this is node 0, but the head's host is another machine; or the host has only an IPv6 address.
         MachineError: this is node 0, and the port is in use.
     """
     address = resolve_host(place.head_host)
+    if not address:
+        _refuse_ipv6_only(place)
     is_head_machine = bool(address) and is_own_address(address)
     if place.node not in (None, 0) or (place.node is None and not is_head_machine):
         return None
@@ -82,6 +84,21 @@ def listen_as_head(place: NodePlace) -> socket.socket | None:
             cause="the same command was started twice, or another program uses the port",
             hint=f"ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
         ) from None
+
+
+def _refuse_ipv6_only(place: NodePlace) -> None:
+    """Refuse a host without an IPv4 address; one without any address may get one later.
+
+    Raises:
+        UsageError
+    """
+    address = ipv6_address(place.head_host)
+    if address:
+        raise UsageError(
+            f"the host {place.head_host} has only an IPv6 address ({address}), and the nodes meet over IPv4.",
+            cause="its IPv4 address is missing in /etc/hosts or the DNS",
+            hint=f"--nodes {place.counts}:ADDRESS with an IPv4 address of {place.head_host}: ip -4 addr, there",
+        )
 
 
 class Reception:

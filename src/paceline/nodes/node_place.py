@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from paceline.errors import UsageError
@@ -16,8 +18,10 @@ _COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")
 _NODES = re.compile(rf"{_COUNTS.pattern}:(?P<host>[^:]+)(:(?P<port>\d+))?")
 _FORMS = (
     "it is N or MIN:MAX (`paceline train` plays the nodes on this machine), N:HOST, N:HOST:PORT, MIN:MAX:HOST or "
-    "MIN:MAX:HOST:PORT, and an IPv6 address is no HOST"
+    "MIN:MAX:HOST:PORT"
 )
+_FIRST_COUNT = re.compile(r"\d+:")
+_BRACKETS = re.compile(r"\[(.*)\](:\d+)?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _MAX_PORT = 65535
 _SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
@@ -84,7 +88,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         raise UsageError(text, cause=_FORMS, hint=f"--nodes {nodes}:host1")
     match = _NODES.fullmatch(nodes)
     if match is None:
-        raise UsageError(f"--nodes {nodes} can't be read.", cause=_FORMS, hint="--nodes 2:host1")
+        raise _unreadable(nodes)
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
@@ -106,6 +110,30 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         is_played=PLAYED_NODES in environ,
         is_extra_task=is_extra_task,
     )
+
+
+def _unreadable(nodes: str) -> UsageError:
+    """Return the error for a value of `--nodes` that can't be read."""
+    count = nodes.partition(":")[0]
+    count = count if count.isdecimal() else "2"
+    if _names_ipv6(nodes):
+        return UsageError(
+            f"--nodes {nodes}: the nodes meet over IPv4, and this is an IPv6 address.",
+            cause="rank 0 and the link measurement listen on IPv4 addresses only",
+            hint=f"--nodes {count}:HOST with a name or an IPv4 address of the first machine",
+        )
+    return UsageError(f"--nodes {nodes} can't be read.", cause=_FORMS, hint=f"--nodes {count}:host1")
+
+
+def _names_ipv6(nodes: str) -> bool:
+    """Return whether an IPv6 address, with brackets or without, follows the numbers of nodes."""
+    one = _FIRST_COUNT.sub("", nodes, count=1)
+    for rest in (one, _FIRST_COUNT.sub("", one, count=1)):
+        in_brackets = _BRACKETS.fullmatch(rest)
+        with suppress(ValueError):
+            IPv6Address(in_brackets[1] if in_brackets else rest)
+            return True
+    return False
 
 
 def split_counts(option: str) -> tuple[str, int]:

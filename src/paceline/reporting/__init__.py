@@ -10,6 +10,7 @@ Start with `run_report.py`.
 - `goodput_section.py`: The goodput of a run: which part of its time was spent on steps that count, and where the rest
   went.
 - `layout_comparison.py`: A comparison of layouts of one job: a table for the screen, and a page with charts.
+- `nodes_section.py`: The nodes of a run on several machines, for the run's page.
 - `plan_report.py`: A plan as a page: for each layout, the memory compared with the device's, and the parts of a step.
 - `run_comparison.py`: A comparison of runs: settings that differ, where the losses diverge, results and speed, as a
   table and as a page.

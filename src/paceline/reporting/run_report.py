@@ -11,6 +11,7 @@ from paceline.reporting.curves import show_curves, show_statistics, show_time
 from paceline.reporting.failures import newest_failure, show_checkpoints, show_failures, show_unreadable_lines
 from paceline.reporting.forecast_section import show_forecast
 from paceline.reporting.goodput_section import show_goodput
+from paceline.reporting.nodes_section import show_nodes
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
 from paceline.reporting.staleness_section import show_staleness
@@ -45,6 +46,7 @@ def run_page(run: RunFolder) -> str:
         show_time(history),
         show_forecast(history),
         show_staleness(history),
+        show_nodes(run),
         show_verdict(answer, reason),
         show_checkpoints(run),
         _show_evaluation_texts(history),

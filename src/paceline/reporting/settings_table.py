@@ -9,7 +9,7 @@ from paceline.filesystem.atomic_files import read_regular
 from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-_OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")  # keys of task.json
+_OPTIONS = ("job", "layout", "update", "compress", "ranks", "nodes", "device", "faults")  # keys of task.json
 
 
 def read_settings(run: RunFolder) -> dict[str, tuple[str, str]]:

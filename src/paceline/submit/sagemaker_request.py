@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import secrets
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -17,6 +19,8 @@ _CHECKPOINT_FOLDER = "/opt/ml/checkpoints"
 _CHANNEL = "runs"
 _MOUNT = f"/opt/ml/input/data/{_CHANNEL}"
 _FILE_SYSTEM = re.compile(r"(?P<kind>efs|fsx)://(?P<id>fs-[0-9a-f]+)(?P<folder>/.*)?")
+_MOUNT_NAME = re.compile(r"[A-Za-z0-9_-]{1,8}")
+_NAME_BYTES = 2
 _STORAGE_HINT = "--using storage=efs://fs-0123/runs or fsx://fs-0123/runs; for one machine also s3://bucket/runs"
 _SECONDS_PER_HOUR = 3600
 _MAX_RETRIES, _DISK_GB = 30, 200
@@ -46,10 +50,11 @@ def sagemaker_file(submission: Submission, needs: SageMakerOptions) -> Submissio
         }
     else:
         own = replace(submission, run=f"{_MOUNT}/{submission.name}")
-        stores = _file_system_fields(file_system, needs.network)
+        stores = _file_system_fields(file_system, needs)
     program, *arguments = own.train_command(*words)
+    name = f"{submission.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(_NAME_BYTES)}"  # new in the account
     request = {
-        "TrainingJobName": submission.name,
+        "TrainingJobName": name,
         "AlgorithmSpecification": {
             "TrainingImage": submission.image,
             "TrainingInputMode": "File",
@@ -67,7 +72,7 @@ def sagemaker_file(submission: Submission, needs: SageMakerOptions) -> Submissio
         "RetryStrategy": {"MaximumRetryAttempts": _MAX_RETRIES},
     }  # fmt: skip
     command = f"aws sagemaker create-training-job --cli-input-json {shlex.quote(f'file://{path}')}"
-    return SubmissionFile(path=path, text=json.dumps(request, indent=2) + "\n", command=command)
+    return SubmissionFile(path=path, text=json.dumps(request, indent=2) + "\n", command=command, job_name=name)
 
 
 def _refuse_storage(submission: Submission, storage: str) -> None:
@@ -83,21 +88,33 @@ def _refuse_storage(submission: Submission, storage: str) -> None:
         raise UsageError(f"storage={storage} is not enough for several machines.", cause=cause, hint=_STORAGE_HINT)
 
 
-def _file_system_fields(file_system: re.Match[str], network: str) -> dict[str, Any]:
+def _file_system_fields(file_system: re.Match[str], needs: SageMakerOptions) -> dict[str, Any]:
     """Return the fields of a request whose machines mount a file system.
 
     Raises:
-        UsageError: the network is missing.
+        UsageError: the network is missing, or the mount name of FSx.
     """
-    subnet, comma, group = network.partition(",")
+    subnet, comma, group = needs.network.partition(",")
     if not comma:
         hint = "--using network=SUBNET,SECURITY_GROUP"
         raise UsageError(f"{file_system[0]} is reached only from its network.", hint=hint)
+    is_fsx, folder = file_system["kind"] == "fsx", file_system["folder"] or "/"
+    if is_fsx and not _MOUNT_NAME.fullmatch(needs.mount):
+        raise UsageError(
+            f"{file_system[0]}: the mount name of the file system is missing."
+            if not needs.mount
+            else f"--using mount={needs.mount} is no mount name.",
+            cause="on FSx for Lustre, every path begins with it; AWS chooses it",
+            hint=f"--using mount=NAME, from: aws fsx describe-file-systems --file-system-ids {file_system['id']} "
+            "--query 'FileSystems[0].LustreConfiguration.MountName'",
+        )
+    if is_fsx and not f"{folder}/".startswith(f"/{needs.mount}/"):
+        folder = f"/{needs.mount}{folder}".rstrip("/")
     source = {
         "FileSystemId": file_system["id"],
         "FileSystemAccessMode": "rw",
-        "FileSystemType": "EFS" if file_system["kind"] == "efs" else "FSxLustre",
-        "DirectoryPath": file_system["folder"] or "/",
+        "FileSystemType": "FSxLustre" if is_fsx else "EFS",
+        "DirectoryPath": folder,
     }
     channel = {"ChannelName": _CHANNEL, "DataSource": {"FileSystemDataSource": source}}
     return {

@@ -61,6 +61,8 @@ class SubmissionFile:
     path: Path
     text: str
     command: str
+    job_name: str = ""
+    """The name of the job in the scheduler, if it is another one than that of the submission."""
 
 
 def fill_template(name: str, values: Mapping[str, str]) -> str:

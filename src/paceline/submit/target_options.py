@@ -37,6 +37,8 @@ class SageMakerOptions:
     storage: str = ""
     """Where the run is stored: efs://ID/FOLDER or fsx://ID/FOLDER, which all machines mount; for one machine also
     s3://BUCKET/FOLDER, which gets copies of the checkpoints."""
+    mount: str = ""
+    """The mount name of an FSx file system, with which its paths begin."""
     output: str = ""
     """An S3 folder for what SageMaker itself writes at the end."""
     network: str = ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.several_nodes.node_stays import NodeStay, read_node_stays
 from tests.conftest import Shop
 from tests.launch.several_nodes.own_nodes import OwnNodes, rank_pid, wait_for_step
 from tests.waiting import wait_until
@@ -106,6 +107,41 @@ def test_a_node_that_comes_again_joins_the_run_while_it_goes_on(shop: Shop) -> N
     start, end = last.partition(" from step ")[2].partition(":")[0].split(" to step ")
     assert "went on without node 2 (" in last and 8 <= int(start) < int(end) < 150, last
     assert shop.digest("many") == digest_of_one_machine(shop, "--update", "ps,staleness=0", ranks=3, steps=150)
+
+
+def test_why_report_and_the_run_folder_tell_which_nodes_were_there(shop: Shop) -> None:
+    """While a node is lost, after another one has taken its place, and after the end."""
+    nodes = nodes_of(shop, "--update", "ps,staleness=0", "--nodes.restarts", "1", count=3, steps=5000)
+    nodes.start_all(environ=SLOW)
+    run = shop.path / "many"
+    wait_for_step(run, 8)
+    kill_node(nodes, 2)
+    nodes.end(2)
+    wait_until(lambda: any(stay.left_at for stay in stays(run)), seconds=60)
+    told = shop.run("why", "many").out
+    assert "many: running, attempt 1" in told and "node 2 (" in told and "its agent has ended" in told, told
+    assert "ranks 1-2: on other nodes" in told and "no hang is looked for" in told and "no rank hangs" not in told, told
+    nodes.start(2, environ=SLOW)
+    wait_until(lambda: len(stays(run)) == 4, seconds=60)
+    nodes.processes[0].send_signal(signal.SIGTERM)
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [75, 75, 75], [end.screen for end in ends]
+    told = shop.run("why", "many").out
+    assert "many: stopped" in told and "in its place since" in told, told
+    assert [(stay.node, stay.first_rank, stay.address, bool(stay.left_at)) for stay in stays(run)] == [
+        (0, 0, "127.0.0.1", False), (1, 1, "127.0.0.1", False), (2, 2, "127.0.0.1", True), (2, 2, "127.0.0.1", False),
+    ]  # fmt: skip
+    assert "its agent has ended" in stays(run)[2].reason
+    assert shop.run("report", "many").code == 0
+    page = (run / "report.html").read_text()
+    assert "<h2>Nodes</h2>" in page and page.count("its agent has ended, or the connection to it was lost") == 1
+    assert f"<td>nodes</td><td>{nodes.option}</td>" in page
+
+
+def stays(run: Path) -> list[NodeStay]:
+    """Return the nodes of the only attempt."""
+    attempts = read_node_stays(run)
+    return attempts[-1].nodes if attempts else []
 
 
 def test_a_server_is_restarted_without_the_node_that_was_lost_before(shop: Shop) -> None:

@@ -115,6 +115,26 @@ def test_the_head_may_be_killed_and_started_again_too(shop: Shop) -> None:
     assert shop.digest("many") == shop.digest("one")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_while_a_node_waits_for_the_lost_head_ends_with_75(shop: Shop, number: int) -> None:
+    """As all other agents end, so that a scheduler starts the run again."""
+    nodes = nodes_of(shop, "many", "--checkpoint.every", "1", "--nodes.restarts", "2", "--train.steps", "2000")
+    nodes.start_all(environ={"PAUSE": "0.02"})
+    wait_for_step(shop.path / "many", 5, rank=1)
+    os.kill(nodes.processes[0].pid, signal.SIGKILL)
+    nodes.processes[0].communicate(timeout=60)
+    screen = nodes.processes[1].stderr
+    assert screen is not None
+    seen = ""
+    while "waiting for it (restart 1 of 2)" not in seen:
+        seen += (line := screen.readline())
+        assert line, seen
+    nodes.processes[1].send_signal(number)
+    end = nodes.end(1)
+    assert end.code == 75, end.screen
+    assert "node 1: node 0 (" in end.screen and "asked to stop while waiting for it" in end.screen
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_stop_signal_to_any_node_saves_and_stops_all(shop: Shop, node: int) -> None:
     nodes = nodes_of(shop, "many", "--train.steps", "500")

@@ -8,7 +8,7 @@ from paceline.launch.failures.failure_record import FORKSERVER_RANK, LOST_NODE, 
 from paceline.launch.several_nodes import worker_nodes
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
-from paceline.launch.several_nodes.lost_nodes import LostWork, read_lost_nodes, write_lost_work
+from paceline.launch.several_nodes.lost_nodes import LOST_NODES, LOST_WORK, LostWork
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.run_folder.run_folder import RunFolder
 
@@ -67,7 +67,7 @@ def test_a_server_and_the_last_worker_can_not_be_lost(
 def test_nothing_is_spared_once_the_attempt_is_being_ended(tmp_path: Path) -> None:
     workers = begun(tmp_path)
     workers.has_stopped = True
-    assert not spare(workers, result(GONE)) and read_lost_nodes(tmp_path) == []
+    assert not spare(workers, result(GONE)) and LOST_NODES.read(tmp_path) == []
 
 
 def test_the_screen_and_the_server_hear_of_a_loss_and_the_end_of_the_run_repeats_it(
@@ -80,10 +80,10 @@ def test_the_screen_and_the_server_hear_of_a_loss_and_the_end_of_the_run_repeats
     assert lines[0].endswith(f"{NAME} is gone: nothing for 30 s; last step 0; the run continues with 4 workers")
     assert "has no workers any more: rank 4 killed by SIGKILL at step 7; last step 0; " in lines[1]
     assert lines[1].endswith("the run continues with 2 workers")
-    first, second = read_lost_nodes(tmp_path)
+    first, second = LOST_NODES.read(tmp_path)
     assert (first.node, first.first_rank, first.num_ranks, first.silent_seconds) == (2, 4, 2, 30.0)
     assert (second.node, second.first_rank) == (3, 6)
-    write_lost_work(tmp_path, [LostWork(gradients=2, samples=16)])
+    LOST_WORK.write(tmp_path, [LostWork(gradients=2, samples=16)])
     told = workers.loss_lines()
     start = f"went on without {NAME} from step 0: "
     assert told == [

@@ -27,7 +27,9 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError, PacelineError
 from paceline.launch.inherited_environment import leave_launcher
 from paceline.launch.several_nodes.member_agent import MemberAgent, MemberEnd
-from paceline.launch.several_nodes.node_group import NodeGroup, describe_ranks
+from paceline.launch.several_nodes.node_group import NodeGroup
+from paceline.launch.several_nodes.node_stays import describe_ranks
+from paceline.launch.several_nodes.stopped_wait import StoppedWaitError, stop_ends_wait
 from paceline.nodes.examination import END, answer_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
@@ -135,16 +137,25 @@ class NodeStart:
         place, num_restarts = self._place, 0
         host_seconds = math.inf if has_late_names(os.environ) else UNKNOWN_HOST_SECONDS
         end = self._take_part(place, self._join(place, host_seconds=host_seconds))
-        while True:
-            if not end.is_head_lost or num_restarts >= self._max_restarts:
-                return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
+        while end.is_head_lost and num_restarts < self._max_restarts:
             place, num_restarts = replace(place, node=end.node), num_restarts + 1
             print_meeting_line(f"{end.text}; waiting for it (restart {num_restarts} of {self._max_restarts})")
             try:
-                channel = self._join(place)
-            except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
-                return int(ExitCode.STOPPED), f"{end.text}, and did not come back: {error.what}"
-            end = self._take_part(place, channel)
+                with stop_ends_wait():
+                    end = self._come_again(place, end)
+            except StoppedWaitError:
+                text = f"{end.text}; asked to stop while waiting for it"
+                end = replace(end, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=False)
+        return end.exit_code, end.text if end.node is None else f"node {end.node}: {end.text}"
+
+    def _come_again(self, place: NodePlace, end: MemberEnd) -> MemberEnd:
+        """Wait for the lost head, and take part again; `end` tells how this node lost it."""
+        try:
+            channel = self._join(place)
+        except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
+            text = f"{end.text}, and did not come back: {error.what}"
+            return replace(end, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=False)
+        return self._take_part(place, channel)
 
     def _join(self, place: NodePlace, *, host_seconds: float = math.inf) -> LineChannel:
         return join_head(

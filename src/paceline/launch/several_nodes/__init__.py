@@ -19,7 +19,9 @@ Start with `node_group.py`.
 - `node_memory.py`: The checkpoints in the memory of one node: its agent owns their folder, and serves it to the other
   nodes.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
+- `node_stays.py`: `nodes.json` in the run folder: which nodes each attempt had, where they were, and why some left.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.
+- `stopped_wait.py`: A wait of a member between two attempts, such as for a lost head, that a stop signal ends in order.
 - `worker_nodes.py`: The nodes that have only workers of parameter servers: the run goes on without one of them.
 """

@@ -6,14 +6,13 @@ workers of these nodes were computing, and writes how many there were. Both run 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from paceline.console.formatting import plural
 from paceline.filesystem.atomic_files import read_json, write_json
 
-_NODES_FILE, _WORK_FILE = "lost-nodes.json", "lost-work.json"
 _Entry = TypeVar("_Entry", bound=msgspec.Struct)
 
 
@@ -47,37 +46,31 @@ class LostWork(msgspec.Struct, frozen=True, kw_only=True):
         return f"{gradients} {verb} lost, and other workers compute {pronoun} again"
 
 
-def write_lost_nodes(folder: Path, nodes: Sequence[LostNode]) -> None:
-    """Write which nodes are lost in this attempt, in the order of their losses.
+class LossFile(Generic[_Entry]):
+    """A file in the folder of an attempt with an entry for each loss, in the order of the losses."""
 
-    Raises:
-        OSError: the folder can't be written.
-    """
-    write_json(folder / _NODES_FILE, [msgspec.to_builtins(node) for node in nodes])
+    def __init__(self, name: str, entry: type[_Entry]) -> None:
+        self._name = name
+        self._entry = entry
 
+    def write(self, folder: Path, entries: Sequence[_Entry]) -> None:
+        """Write the file.
 
-def read_lost_nodes(folder: Path) -> list[LostNode]:
-    """Return the nodes that are lost in this attempt; none if the file is not there or can't be read."""
-    return _read(folder / _NODES_FILE, LostNode)
+        Raises:
+            OSError: the folder can't be written.
+        """
+        write_json(folder / self._name, [msgspec.to_builtins(entry) for entry in entries])
 
-
-def write_lost_work(folder: Path, works: Sequence[LostWork]) -> None:
-    """Write what was lost with each of the lost nodes, in their order.
-
-    Raises:
-        OSError: the folder can't be written.
-    """
-    write_json(folder / _WORK_FILE, [msgspec.to_builtins(work) for work in works])
-
-
-def read_lost_work(folder: Path) -> list[LostWork]:
-    """Return what was lost with each node, in their order; the server may not have written the last ones yet."""
-    return _read(folder / _WORK_FILE, LostWork)
+    def read(self, folder: Path) -> list[_Entry]:
+        """Return the entries; none if the file is not there or can't be read."""
+        try:
+            content: Any = read_json(folder / self._name)
+            return msgspec.convert(content, list[self._entry])  # type: ignore[name-defined]
+        except (OSError, ValueError, msgspec.ValidationError):
+            return []
 
 
-def _read(path: Path, kind: type[_Entry]) -> list[_Entry]:
-    try:
-        content: Any = read_json(path)
-        return msgspec.convert(content, list[kind])  # type: ignore[valid-type]
-    except (OSError, ValueError, msgspec.ValidationError):
-        return []
+LOST_NODES = LossFile("lost-nodes.json", LostNode)
+"""The nodes that are lost in this attempt. The head writes it."""
+LOST_WORK = LossFile("lost-work.json", LostWork)
+"""What was lost with each of them. The first server writes it, a little later, so the last entries may be missing."""

@@ -33,6 +33,7 @@ from paceline.launch.several_nodes.node_messages import (
     StartPart,
     as_message,
 )
+from paceline.launch.several_nodes.node_stays import NodeStay, NodeStays, describe_ranks
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.nodes.finding import format_nodes
 from paceline.nodes.line_channel import LineChannel
@@ -99,6 +100,7 @@ class NodeGroup:
         self._admission = admission
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self.memory = MemoryCheckpoints()
+        self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
         self._folder: Path | None = None  # of the current attempt
@@ -151,6 +153,7 @@ class NodeGroup:
         path = part.write_request(run, attempt, request)  # before the members look for the folder
         self.memory.own.begin_attempt(path.parent, node=0, host=address, step=plan.step)
         self._workers.begin_attempt(path.parent, request)
+        self._stays.begin_attempt(run.path, attempt, map(self._new_stay, self._active))
         self._start = StartPart(
             attempt=attempt, first_rank=0, address=address, port=port, exact=exact, request=dict(request)
         )
@@ -301,6 +304,7 @@ class NodeGroup:
                 print_line(f"{self._describe(node)} takes the place of the lost one", sys.stderr)
                 again = {**self._start.request, "start_number": 2}
                 self._start_part(node, msgspec.structs.replace(self._start, request=again))
+                self._stays.arrive(self._new_stay(node))
 
     def _running_nodes_are_well(self) -> bool:
         """Return whether no node of the attempt has ended its part, or is silent."""
@@ -385,6 +389,7 @@ class NodeGroup:
         silence = member.link.silence_seconds
         member.link.close()
         self._admission.vacate(member.link.channel)
+        self._stays.leave(node, reason)
         self._silent.discard(node)
         self._farewells.pop(node, None)
         if node in self._active and node not in self._leaving:
@@ -416,6 +421,11 @@ class NodeGroup:
         ranks = f", {describe_ranks(self._ranks(node))}" if node in self._active else ""
         return f"node {node} ({self._hosts[node]}{ranks})"
 
+    def _new_stay(self, node: int) -> NodeStay:
+        member, ranks = self._members.get(node), self._ranks(node)
+        address = self._own_address() if member is None else member.link.channel.peer_address
+        return NodeStay.begin(node, host=self._hosts[node], address=address, ranks=ranks)
+
     def _join(self, own: PartResult) -> PartResult:
         """Return the result of the attempt from those of its parts."""
         own_failure = own.failure
@@ -430,8 +440,3 @@ class NodeGroup:
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
         code = exit_code({number: part.exit_code for number, part in enumerate(parts)}, first)
         return PartResult(exit_code=code, failure=first, progress=progress)
-
-
-def describe_ranks(ranks: range) -> str:
-    """Return the ranks of a node, such as "ranks 8-15"."""
-    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start}-{ranks.stop - 1}"

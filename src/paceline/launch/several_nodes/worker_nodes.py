@@ -17,7 +17,7 @@ from paceline.errors import ExitCode, MachineError
 from paceline.launch.agent.restart_policy import has_external_cause
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.several_nodes.attempt_progress import PartResult, read_progress
-from paceline.launch.several_nodes.lost_nodes import LostNode, read_lost_work, write_lost_nodes
+from paceline.launch.several_nodes.lost_nodes import LOST_NODES, LOST_WORK, LostNode
 
 _OVERDUE_SECONDS = 10.0  # from the end of the servers to that of the workers; as on one machine
 
@@ -110,7 +110,7 @@ class WorkerNodes:
 
     def loss_lines(self) -> list[str]:
         """Return, for the end of the run, a line about each node that was lost."""
-        works = read_lost_work(self._folder) if self._losses else []
+        works = LOST_WORK.read(self._folder) if self._losses else []
         ends = [f" to step {self._return_steps.get(i)}" * (i in self._return_steps) for i in range(len(self._losses))]
         lines = [
             f"went on without {loss.name} from step {loss.step}{end}: {loss.reason}"
@@ -142,7 +142,7 @@ class WorkerNodes:
         text = f"{name} {'is gone' if is_gone else 'has no workers any more'}: {reason}; last step {step}; "
         print_line(f"{text}the run continues with {plural(self.num_workers(running), 'worker')}", sys.stderr)
         with suppress(OSError):  # the server then finds out by itself, after `train.timeout_seconds`
-            write_lost_nodes(self._folder, self._losses)
+            LOST_NODES.write(self._folder, self._losses)
 
 
 def _is_loss(failure: Failure) -> bool:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.comm.process_group import LaunchInfo
-from paceline.launch.several_nodes.lost_nodes import LostWork, read_lost_nodes, write_lost_work
+from paceline.launch.several_nodes.lost_nodes import LOST_NODES, LOST_WORK, LostWork
 from paceline.step.parameter_server.state import ServerState
 
 _POLL_SECONDS = 0.2
@@ -23,8 +23,8 @@ def watch_lost_nodes(state: ServerState, launch_info: LaunchInfo, folder: Path |
 def _watch(state: ServerState, folder: Path) -> None:
     works: list[LostWork] = []
     while not state.wait_for_end(_POLL_SECONDS):
-        lost_nodes = read_lost_nodes(folder)
+        lost_nodes = LOST_NODES.read(folder)
         for node in lost_nodes[len(works) :]:
             works.append(state.lose_node(node))
             with suppress(OSError):  # the note says it, too
-                write_lost_work(folder, works)
+                LOST_WORK.write(folder, works)

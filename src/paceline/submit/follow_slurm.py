@@ -1,12 +1,12 @@
-"""Following a job that was handed in: its output, until it ends. The schedulers' own commands are used."""
+"""Following a job of Slurm: its output, until it ends."""
 
 import re
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import ExitCode, MachineError
+from paceline.submit.scheduler_command import run_scheduler_command
 
 _POLL_SECONDS = 2.0
 _MAX_FAILURES, _SIGNAL_BASE = 30, 128
@@ -21,7 +21,7 @@ def follow_slurm(script: Path, *, report: Callable[[str], None]) -> int:
     Raises:
         MachineError: a command of Slurm is missing or fails.
     """
-    job = _run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
+    job = run_scheduler_command(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
     output, position, state, num_failures = script.parent / f"slurm-{job}.out", 0, "", 0
     description = ""
     report(f"job {job}")
@@ -29,7 +29,7 @@ def follow_slurm(script: Path, *, report: Callable[[str], None]) -> int:
         time.sleep(_POLL_SECONDS)
         position = _print_new_output(output, position, report)
         try:
-            description, num_failures = _run(["scontrol", "--oneliner", "show", "job", job]), 0
+            description, num_failures = run_scheduler_command(["scontrol", "--oneliner", "show", "job", job]), 0
         except MachineError:  # the controller may be away for a moment
             num_failures += 1
             if num_failures > _MAX_FAILURES:
@@ -64,20 +64,3 @@ def _print_new_output(file: Path, position: int, report: Callable[[str], None]) 
     for line in whole.decode(errors="replace").splitlines():
         report(line)
     return position + len(whole) + len(newline)
-
-
-def _run(command: Sequence[str]) -> str:
-    """Return the output of a command.
-
-    Raises:
-        MachineError: it is missing, or fails.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise MachineError(
-            f"{command[0]} is not installed here.", hint="leave --follow out, and hand the file in where it is"
-        ) from None
-    if done.returncode:
-        raise MachineError(f"{' '.join(command)} failed: {done.stderr.strip()}.")
-    return done.stdout

@@ -1,0 +1,23 @@
+"""A command of a scheduler, such as `sbatch` or `kubectl`, and what it prints."""
+
+import subprocess
+from collections.abc import Sequence
+
+from paceline.errors import MachineError
+
+
+def run_scheduler_command(command: Sequence[str]) -> str:
+    """Return the output of a command.
+
+    Raises:
+        MachineError: it is missing, or fails.
+    """
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise MachineError(
+            f"{command[0]} is not installed here.", hint="leave --follow out, and hand the file in where it is"
+        ) from None
+    if done.returncode:
+        raise MachineError(f"{' '.join(command)} failed: {done.stderr.strip()}.")
+    return done.stdout
