@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
+from paceline.checkpoint.files.checkpoint_folder import LATEST, newest_step, resolve_mark
 from paceline.config.settings import Survive
 from paceline.config.task import PreviousFailure
 from paceline.console.output import print_line
@@ -242,8 +242,8 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
 def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnded:
     """Return the event of an attempt's end. A rank that has restored its state says from which step it started."""
     progress = outcome.progress
-    has_started, newest_step = progress.start_step >= 0, _newest_step(request)
-    start_step = progress.start_step if has_started else newest_step
+    has_started, saved_step = progress.start_step >= 0, _newest_step(request)
+    start_step = progress.start_step if has_started else saved_step
     is_refused = outcome.exit_code == ExitCode.REFUSED
     is_wrong_size = False
     if request.nodes is not None and is_refused:
@@ -256,7 +256,7 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
         has_started=has_started,
         start_step=start_step,
         reached_step=max(start_step, progress.step),
-        saved_step=newest_step,
+        saved_step=saved_step,
         time=time.monotonic(),
         max_restarts=progress.max_restarts if progress.max_restarts >= 0 else None,
         is_wrong_size=is_wrong_size,
@@ -265,14 +265,10 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
 
 def _newest_step(request: LaunchRequest) -> int:
     """Return the step of the newest checkpoint, on disk or in memory; 0 if there is none."""
-    newest = [resolve_mark(folder, LATEST) for folder in _checkpoint_folders(request)]
-    on_nodes = 0 if request.nodes is None else request.nodes.memory.newest_step()
-    return max([0, on_nodes, *(parse_step(path) for path in newest if path is not None)])
-
-
-def _checkpoint_folders(request: LaunchRequest) -> list[Path]:
     memory_folder = (request.payload or {}).get("memory_folder")
-    return [request.run.checkpoints, *([Path(memory_folder)] if memory_folder else [])]
+    folders = [request.run.checkpoints, *([Path(memory_folder)] if memory_folder else [])]
+    on_nodes = 0 if request.nodes is None else request.nodes.memory.newest_step()
+    return max([0, on_nodes, *map(newest_step, folders)])
 
 
 def _run_attempt(

@@ -186,6 +186,12 @@ def resolve_mark(folder: Path, mark: str) -> Path | None:
     return path if name and path.is_dir() else None
 
 
+def newest_step(folder: Path) -> int:
+    """Return the step of the checkpoint that `latest` names; -1 if there is none."""
+    newest = resolve_mark(folder, LATEST)
+    return -1 if newest is None else parse_step(newest)
+
+
 def is_mark_broken(folder: Path, mark: str) -> bool:
     """Return whether a mark exists but names no existing checkpoint."""
     return os.path.lexists(folder / mark) and resolve_mark(folder, mark) is None

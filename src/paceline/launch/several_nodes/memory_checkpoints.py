@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
+from paceline.checkpoint.files.checkpoint_folder import newest_step
 from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan, write_peer_manifest
 from paceline.checkpoint.files.peers.peer_files import fetch_file
 from paceline.console.output import print_line
@@ -41,8 +41,7 @@ class MemoryCheckpoints:
         It has the newest complete checkpoint, unless one in the folder `checkpoints` is as new. The manifest is written
         to the memory of the head.
         """
-        newest = resolve_mark(checkpoints, LATEST)
-        plan = self._plan(nodes, newer_than=NO_STEP if newest is None else parse_step(newest))
+        plan = self._plan(nodes, newer_than=newest_step(checkpoints))
         self._held.clear()
         return plan
 
