@@ -95,9 +95,8 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     if run_lock is not None:
         remove_abandoned_memory_folders(request.run.path)
-    memory_folder = choose_memory_folder() if request.saves_checkpoints else ""
-    if request.nodes is not None:
-        memory_folder = request.nodes.memory.own.folder
+    own_folder = choose_memory_folder() if request.saves_checkpoints else ""
+    memory_folder = own_folder if request.nodes is None else request.nodes.memory.own.folder
     request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
     forkserver = ForkserverClient(
         environ={**launch_environ(os.environ, exact=request.exact), MEMORY_FOLDER: memory_folder},
@@ -244,12 +243,10 @@ def _attempt_ended(request: LaunchRequest, outcome: LaunchOutcome) -> AttemptEnd
     progress = outcome.progress
     has_started, saved_step = progress.start_step >= 0, _newest_step(request)
     start_step = progress.start_step if has_started else saved_step
-    is_refused = outcome.exit_code == ExitCode.REFUSED
-    is_wrong_size = False
-    if request.nodes is not None and is_refused:
-        is_wrong_size = request.nodes.counts.leave_out(request.nodes.num_nodes)
-    elif request.nodes is not None:
-        request.nodes.counts.accept(request.nodes.num_nodes)
+    is_refused, nodes = outcome.exit_code == ExitCode.REFUSED, request.nodes
+    is_wrong_size = nodes is not None and is_refused and nodes.counts.leave_out(nodes.num_nodes)
+    if nodes is not None and not is_refused:
+        nodes.counts.accept(nodes.num_nodes)
     return AttemptEnded(
         exit_code=outcome.exit_code,
         failure=outcome.failure,

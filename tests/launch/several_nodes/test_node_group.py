@@ -106,7 +106,9 @@ def test_each_node_gets_its_ranks_and_the_port_that_is_kept_for_rank_0(nodes: No
     starts = {node: nodes.heard(node)[0] for node in (1, 2)}
     assert part.ranks == range(2) and [starts[node]["first_rank"] for node in (1, 2)] == [2, 4]
     assert {start["port"] for start in starts.values()} == {part.port} and part.port
-    assert starts[1]["exact"] is True and starts[1]["request"] == REQUEST and path.is_file()
+    plan = {"nodes": [0, 1, 2], "node": 0, "step": -1, "sources": {}}
+    request = {**REQUEST, "payload": {**REQUEST["payload"], "peer_plan": plan}}
+    assert starts[1]["exact"] is True and starts[1]["request"] == request and path.is_file()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", part.port))
 
@@ -425,10 +427,11 @@ def test_a_last_call_may_be_longer_than_the_wait(tmp_path: Path) -> None:
 
 
 def test_a_size_that_is_refused_is_left_out_if_another_one_was_good(elastic: Nodes3, tmp_path: Path) -> None:
-    assert not elastic.group.leave_out_size(is_refused=True)  # the first attempt: the job has an error
-    assert not elastic.group.leave_out_size(is_refused=False)
-    assert not elastic.group.leave_out_size(is_refused=True)  # it worked before on as many
+    counts = elastic.group.counts
+    assert not counts.leave_out(3)  # the first attempt: the job has an error
+    counts.accept(3)
+    assert not counts.leave_out(3)  # it worked before on as many
     elastic.replacements = {3: elastic.member(3)}
     assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 4
-    assert elastic.group.leave_out_size(is_refused=True)
+    assert counts.leave_out(4)
     assert elastic.group.gather(is_stopped=lambda: False) == "" and elastic.group.num_nodes == 3
