@@ -17,7 +17,8 @@ from paceline.checkpoint.files.peers.peer_files import PeerFiles, fetch_file, wr
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, SaveError
 from paceline.events import CheckpointRefused, Event
-from paceline.launch.memory_disk import remove_abandoned_memory_folders
+from paceline.filesystem.run_lock import LOCK
+from paceline.launch.memory_disk import LOCKED_RUN, remove_abandoned_memory_folders
 from paceline.launch.several_nodes.memory_checkpoints import MemoryCheckpoints
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.trainer.saving.memory.peer_memory import PeerMemory, find_peer_checkpoint
@@ -212,10 +213,13 @@ def test_a_node_reads_only_the_files_that_it_needs(folder: Path, monkeypatch: py
     nodes.close()
 
 
-def test_what_is_too_much_lost_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_lost_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     nodes = Nodes(folder, 4, copies=1, monkeypatch=monkeypatch)
     nodes.write(3)
     assert nodes.plan(1, 2) == PeerPlan(nodes=(0, 1, 2, 3)), "node 2 had the only copy of node 1's files"
+    assert capsys.readouterr().err == "", "it is no error that a checkpoint is not complete"
     nodes.close()
 
 
@@ -264,6 +268,29 @@ def test_a_damaged_copy_is_refused_with_its_reason(folder: Path, monkeypatch: py
         else "model.rank-0001.safetensors of step-00000003 could not be read from another node (node 0: it answers 404 "
         "Not Found)."
     ]
+    nodes.close()
+
+
+def test_all_ranks_leave_what_one_of_them_can_not_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(folder, 2, copies=1, monkeypatch=monkeypatch)
+    nodes.write(3)
+    plan = nodes.plan()
+    monkeypatch.setattr(World, "gather_json", lambda _, own: [own, "the other rank has a damaged file."])
+    opened, events = nodes.open(0, plan)
+    assert opened is None
+    assert [getattr(event, "reason", "") for event in events] == ["the other rank has a damaged file."]
+    assert nodes.open(1, plan) == (None, [])
+    nodes.close()
+
+
+def test_an_attempt_begins_with_nothing_but_its_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(folder, 2, copies=1, monkeypatch=monkeypatch)
+    for step in (3, 6):
+        nodes.write(step)
+    assert nodes.plan().step == 6
+    for memory in nodes.memories:
+        names = sorted(path.name for path in Path(memory.folder).iterdir())
+        assert names == sorted([LOCK, LOCKED_RUN, "step-00000006"])
     nodes.close()
 
 
