@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from paceline.cli import main
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MatmulTimings, Rates
 from paceline.planner.hardware.given_link import read_given_link
 from paceline.planner.layout.host_resources import visible_gpus
-from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
+from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint, store_benchmark
 from tests.planned_job import LINK_BOUND_JOB
+from tests.profiling.test_benchmark_results import curve
 
 DEVICE = " --device cpu" if visible_gpus() else ""  # is named if `auto` would choose another one
 
@@ -28,9 +30,21 @@ def plan(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.one_worker
+def slow_machine() -> HardwareBenchmark:
+    """This machine, if it computed 20 GFLOP/s and moved 5 GB/s, however busy it is."""
+    compute, memory = curve(1e-6, 5e-11), curve(1e-6, 2e-10)
+    rates = Rates(
+        busy=1, threads=1, products={"fp32": MatmulTimings(square=compute, narrow=((128, 1.0),))},
+        attention={"fp32": compute}, attention_trained={"fp32": compute},
+        streams=dict.fromkeys(("copy", "add", "gelu", "norm"), memory), optimizers={"adamw": memory},
+        operation_seconds=1e-6, trained_operation_seconds=5e-6,
+    )  # fmt: skip
+    fingerprint = machine_fingerprint(ranks=1, device="cpu")
+    return HardwareBenchmark(fingerprint=fingerprint, backend="gloo", took_seconds=20.0, rates=(rates,))
+
+
 def test_a_slow_link_changes_the_layout_and_offers_local_sgd(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    probe_machine(ranks=1, request=BenchmarkRequest(seconds=2.0, folder=folder))  # is cached for the command
+    store_benchmark(slow_machine())  # the command finds it in the cache, as if it had measured it
     slow = plan(capfd, "--nodes", "2", "--link", "20Mbit/s", "--job.depth", "6")
     fast = plan(capfd, "--nodes", "2", "--link", "100Gbit/s", "--job.depth", "6")
     assert (slow["recommended"].partition(",")[0], fast["recommended"]) == ("pp", "ddp")
