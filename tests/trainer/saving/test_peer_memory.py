@@ -23,6 +23,7 @@ from paceline.launch.several_nodes.memory_checkpoints import MemoryCheckpoints
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.trainer.saving.memory.peer_memory import PeerMemory, find_peer_checkpoint
 from tests.trainer.saving.test_background_thread import STATE, files_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -292,6 +293,31 @@ def test_an_attempt_begins_with_nothing_but_its_checkpoint(folder: Path, monkeyp
         names = sorted(path.name for path in Path(memory.folder).iterdir())
         assert names == sorted([LOCK, LOCKED_RUN, "step-00000006"])
     nodes.close()
+
+
+def test_a_rank_of_an_earlier_attempt_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(folder, 2, copies=1, monkeypatch=monkeypatch)
+    nodes.write(3)
+    late, file = PeerFiles(folder, timeout_seconds=20), Path(nodes.memories[0].folder) / "step-00000003" / "late"
+    file.write_bytes(b"late")
+    late.send(1, file)
+    assert nodes.plan().step == 3
+    with pytest.raises(SaveError, match="403"):
+        late.send(1, file)
+    nodes.close()
+
+
+def test_a_file_that_arrives_after_its_attempt_is_left_out(server: MemoryServer, tmp_path: Path) -> None:
+    head = (
+        f"PUT /step-00000012/a HTTP/1.1\r\nAuthorization: Bearer {server.endpoint.token}\r\nContent-Length: 9\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.endpoint.port), timeout=20) as connection:
+        connection.sendall(head.encode() + b"half")
+        wait_until(lambda: bool(list((tmp_path / "memory").rglob(".incoming*"))))
+        server.begin_attempt()
+        connection.sendall(b" more")
+        assert b" 507 " in connection.recv(100)
+    assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
 
 
 def test_two_checkpoints_are_kept_on_each_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ class NodeMemory:
                 self.folder = ""
                 print_line(f"no checkpoints in the memory of node {node}: {error}", sys.stderr)
                 return
+        self._server.begin_attempt()
         for path in Path(self.folder).glob("slots-*"):
             shutil.rmtree(path, ignore_errors=True)
         remove_steps(Path(self.folder), kept={step})

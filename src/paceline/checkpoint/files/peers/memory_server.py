@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import threading
 from contextlib import suppress
 from http import HTTPStatus
@@ -63,24 +62,27 @@ def complete_ranks(folder: Path) -> list[CompleteRank]:
 class MemoryServer:
     """A server for the files in `folder`, which it creates. It listens at `host`, on a port that the kernel chooses.
 
+    Each attempt has a token of its own, so that a rank of an earlier attempt, which may still run on a node that is cut
+    off, can't mix its files with those of this attempt.
+
     Raises:
         OSError: the folder can't be created, or there is no such address on this machine.
     """
 
     def __init__(self, folder: Path, *, host: str) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
-        token = secrets.token_hex(16)
-
-        class Handler(_Handler):
-            memory_folder = folder
-            authorization = f"Bearer {token}"
-
-        class Server(_Server):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-        self._server = Server((host, 0), Handler)
-        self.endpoint = MemoryEndpoint(host=host, port=int(self._server.server_address[1]), token=token)
+        self._server = _Server(folder, host)
         threading.Thread(target=self._server.serve_forever, name="paceline-memory-server", daemon=True).start()
+
+    @property
+    def endpoint(self) -> MemoryEndpoint:
+        """The address of this server, and the token of the current attempt."""
+        host, port = self._server.server_address[:2]
+        return MemoryEndpoint(host=str(host), port=int(port), token=self._server.token)
+
+    def begin_attempt(self) -> None:
+        """Choose a new token."""
+        self._server.token = secrets.token_hex(16)
 
     def close(self) -> None:
         """Stop serving."""
@@ -93,14 +95,18 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
+    def __init__(self, folder: Path, host: str) -> None:
+        self.folder = folder
+        self.token = secrets.token_hex(16)
+        super().__init__((host, 0), _Handler)
+
     @override
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: the other side reports a broken connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    memory_folder: Path
-    authorization: str
+    server: _Server
     timeout = _IDLE_SECONDS
     protocol_version = "HTTP/1.1"
 
@@ -115,8 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
         staging = path.with_name(f".incoming-{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            require_free_space(self.memory_folder, int(length))
+            require_free_space(self.server.folder, int(length))
             self._receive(staging, int(length))
+            if not self._has_token():  # another attempt has begun in the meantime
+                raise OSError("the attempt of this checkpoint has ended")
             staging.rename(path)
         except (OSError, SaveError) as error:
             staging.unlink(missing_ok=True)
@@ -144,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _requested_file(self) -> Path | None:
         """Return the file of the request; None if the request was refused."""
-        if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.authorization.encode()):
+        if not self._has_token():
             self.close_connection = True
             self._answer(HTTPStatus.FORBIDDEN)
             return None
@@ -153,7 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._answer(HTTPStatus.NOT_FOUND)
             return None
-        return self.memory_folder / match[1] / match[2]
+        return self.server.folder / match[1] / match[2]
+
+    def _has_token(self) -> bool:
+        typed, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
+        return hmac.compare_digest(typed.encode(), wanted.encode())
 
     def _receive(self, path: Path, num_bytes: int) -> None:
         """Write the next `num_bytes` bytes of the body to a new file.
