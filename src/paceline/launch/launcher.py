@@ -95,9 +95,9 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
     run_lock = lock_run_folder(request.run.path, on_wait=print_line) if request.saves_checkpoints else None
     if run_lock is not None:
         remove_abandoned_memory_folders(request.run.path)
-    own_folder = choose_memory_folder() if request.saves_checkpoints else ""
+    own_folder = choose_memory_folder() if request.saves_checkpoints and request.nodes is None else ""
     memory_folder = own_folder if request.nodes is None else request.nodes.memory.own.folder
-    request = replace(request, payload={**(request.payload or {}), "memory_folder": memory_folder})
+    request = replace(request, payload={**(request.payload or {}), "memory_folder": own_folder})
     forkserver = ForkserverClient(
         environ={**launch_environ(os.environ, exact=request.exact), MEMORY_FOLDER: memory_folder},
         working_folder=request.working_folder,
@@ -405,11 +405,12 @@ def _restart_request(request: LaunchRequest, end: AttemptEnded, failure: Failure
     """Return the request for the attempt that follows a failed one.
 
     It continues from the newest checkpoint, on disk or in memory, if there is one and the failed attempt had restored
-    the state that the user asked for. Otherwise it starts as the failed attempt did. If that attempt completed no step,
-    the time and the step of the fault before it count, because the run is still recovering from that fault.
+    the state that the user asked for. Otherwise, and if the one in memory is damaged, it starts as that attempt did. If
+    that attempt completed no step, the time and the step of the fault before it count, because the run is still
+    recovering from that fault.
     """
     payload = dict(request.payload or {})
-    if end.has_started and end.saved_step:
+    if end.has_started and newest_step(request.run.checkpoints) > 0:
         payload["resume"] = None
     if end.reached_step > end.start_step:
         options = {name: value for name, value in payload.get("options", {}).items() if name != "evaluate_first"}

@@ -68,6 +68,19 @@ def test_without_copies_a_lost_node_costs_all_steps_since_the_last_save_on_disk(
     assert shop.digest("many") == digest_of_one(shop, 2)
 
 
+def test_no_node_uses_its_memory_if_one_has_none(shop: Shop) -> None:
+    nodes = nodes_of(shop, "--checkpoint.every", "5", "--faults", "kill rank=0 step=9", count=2)
+    (shop.path / "patch").mkdir()
+    shop.write("patch/sitecustomize.py", "import paceline.launch.memory_disk as disk\ndisk.MEMORY_DISK /= 'none'\n")
+    nodes.start(0)
+    nodes.start(1, environ={"PYTHONPATH": str(shop.path / "patch")})
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
+    assert "no checkpoints in memory, because node 1 has none" in ends[1].screen, ends[1].screen
+    assert "from step 5 (disk)" in ends[0].screen, ends[0].screen
+    assert shop.digest("many") == digest_of_one(shop, 2)
+
+
 def test_fewer_nodes_continue_from_the_memory_of_those_that_are_left(shop: Shop) -> None:
     nodes = nodes_of(shop, "--nodes.last_call", "0", least=2)
     nodes.start_all(environ={"PAUSE": "0.05"})

@@ -124,7 +124,7 @@ def test_a_save_that_fails_turns_the_tier_off_and_the_run_goes_on(clock: Clock, 
     writer.error = SaveError("a checkpoint needs 1.2 GiB, but 60 MiB are free.")
     tier = tier_of(writer, tmp_path, every=2)
     (note,) = run_steps(tier, clock, steps=range(1, 20), seconds=0.01)
-    assert isinstance(note, Note) and "60 MiB are free. A restart continues from the newest one on disk" in note.text
+    assert isinstance(note, Note) and "60 MiB are free. A restart uses the newest checkpoint that is left" in note.text
 
 
 def test_which_runs_have_one(tmp_path: Path) -> None:

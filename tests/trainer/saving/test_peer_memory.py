@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
+from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint, step_name
 from paceline.checkpoint.files.peers.memory_server import MemoryEndpoint, MemoryServer
 from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan
 from paceline.checkpoint.files.peers.peer_files import PeerFiles, fetch_file, write_endpoint
@@ -24,6 +25,8 @@ from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.trainer.saving.memory.peer_memory import PeerMemory, find_peer_checkpoint
 from tests.trainer.saving.test_background_thread import STATE, files_of
 from tests.waiting import wait_until
+
+EVERY = "checkpoint.memory_every"
 
 
 @pytest.fixture
@@ -118,7 +121,7 @@ class Nodes:
         self.folder, self.count = folder, count
         self.memories = [NodeMemory() for _ in range(count)]
         for number, memory in enumerate(self.memories):
-            memory.begin_attempt(folder, node=number, host="127.0.0.1", step=NO_STEP)
+            memory.begin_attempt(folder, node=number, host="127.0.0.1", plan=PeerPlan(nodes=tuple(range(count))))
         self.ranks = [
             PeerMemory(
                 Path(memory.folder),
@@ -152,10 +155,15 @@ class Nodes:
         for number in lost:
             checkpoints.forget(number)
             self.lose(number)
-        plan = checkpoints.plan(range(self.count), checkpoints=disk or self.folder / "none")
+        plan = checkpoints.plan(range(self.count), checkpoints=disk or self.folder / "none", request={"payload": {}})
+        assert plan is not None
         for number, memory in enumerate(self.memories):
-            memory.begin_attempt(self.folder, node=number, host="127.0.0.1", step=plan.step)
+            memory.begin_attempt(self.folder, node=number, host="127.0.0.1", plan=plan)
         return plan
+
+    def path(self, number: int, name: str, *, step: int = 3) -> Path:
+        """A file in the memory of a node."""
+        return Path(self.memories[number].folder) / step_name(step) / name
 
     def open(self, number: int, plan: PeerPlan) -> tuple[OpenCheckpoint | None, list[Event]]:
         return find_peer_checkpoint(
@@ -207,7 +215,7 @@ def test_a_node_reads_only_the_files_that_it_needs(folder: Path, monkeypatch: py
     plan = nodes.plan(1)
     opened, _ = nodes.open(1, plan)
     assert opened is not None
-    there = Path(nodes.memories[1].folder) / "step-00000003"
+    there = nodes.path(1, "")
     assert {path.name for path in there.glob("model.*")} == set()
     assert bytes(opened.files["model.safetensors"]["weight.1"].data) == bytes([3]) * 40
     assert {path.name for path in there.glob("model.*")} == {"model.rank-0001.safetensors"}
@@ -250,26 +258,115 @@ def test_a_newer_checkpoint_on_disk_is_preferred(folder: Path, monkeypatch: pyte
     nodes.close()
 
 
-@pytest.mark.parametrize("kind", ["flipped", "gone"])
-def test_a_damaged_copy_is_refused_with_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def damage(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.unlink()  # it is a link to a slot
+    if kind == "flipped":
+        path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": "weight.1 in model.rank-0001.safetensors differs from what was written.",
+    "gone": "model.rank-0001.safetensors of step-00000003 could not be read from another node (node 0: it answers 404 "
+    "Not Found).",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_only_copy_is_refused_with_its_reason_if_it_is_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     nodes = Nodes(folder, 2, copies=1, monkeypatch=monkeypatch)
     nodes.write(3)
     plan = nodes.plan(1)
-    copy = Path(nodes.memories[0].folder) / "step-00000003" / "model.rank-0001.safetensors"
-    content = bytearray(copy.read_bytes())
-    content[-1] ^= 1
-    copy.unlink()
-    if kind == "flipped":
-        copy.write_bytes(content)
+    damage(nodes.path(0, "model.rank-0001.safetensors"), kind)
     opened, events = nodes.open(0, plan)
     assert opened is None
-    assert [event.reason for event in events if isinstance(event, CheckpointRefused)] == [
-        "weight.1 in model.rank-0001.safetensors differs from what was written."
-        if kind == "flipped"
-        else "model.rank-0001.safetensors of step-00000003 could not be read from another node (node 0: it answers 404 "
-        "Not Found)."
-    ]
+    assert [event.reason for event in events if isinstance(event, CheckpointRefused)] == [DAMAGES[kind]]
+    assert nodes.plan().step == NO_STEP, "it is not tried again"
     nodes.close()
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_file_is_replaced_by_the_copy_of_another_node(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int
+) -> None:
+    nodes = Nodes(folder, 3, copies=1, monkeypatch=monkeypatch)
+    nodes.write(3)
+    plan = nodes.plan()
+    damage(nodes.path(number, f"model.rank-{number:04d}.safetensors"), kind)
+    opened, events = nodes.open(number, plan)
+    assert events == [] and values(opened) == {f"weight.{rank}": bytes([3]) * 40 for rank in range(3)}
+    nodes.close()
+
+
+def test_a_second_loss_finds_no_file_that_was_only_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(folder, 4, copies=1, monkeypatch=monkeypatch)
+    nodes.write(3)
+    first = nodes.plan()
+    again = nodes.plan()
+    assert again == first and again.sources["model.rank-0002.safetensors"] == (2, 3)
+    assert nodes.plan(1, 2).step == NO_STEP
+    nodes.close()
+
+
+def test_a_node_that_has_waited_keeps_nothing_that_the_plan_does_not_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(folder, 3, copies=0, monkeypatch=monkeypatch)
+    nodes.write(3)
+    sources = {"manifest.json": (0,), "model.rank-0000.safetensors": (0,), "model.rank-0001.safetensors": (1,)}
+    plan = PeerPlan(nodes=(0, 1, 2), step=3, sources=sources)
+    for number, memory in enumerate(nodes.memories):
+        memory.begin_attempt(folder, node=number, host="127.0.0.1", plan=plan)
+    assert [nodes.path(number, "").is_dir() for number in range(3)] == [True, True, False]
+    nodes.close()
+
+
+def test_the_head_asks_each_node_that_has_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(folder, 4, copies=1, monkeypatch=monkeypatch)
+    nodes.write(3)
+    server = nodes.memories[1]._server
+    assert server is not None
+    server.close()  # node 1 is dead, and nobody has noticed yet; node 2 has a copy
+    assert nodes.plan().step == 3
+    nodes.close()
+
+
+@pytest.mark.parametrize("request_", [{"servers": 1, "payload": {}}, {"payload": {"settings": {EVERY: 0}}}])
+def test_an_attempt_that_saves_nothing_in_memory_opens_no_port(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("paceline.launch.memory_disk.MEMORY_DISK", folder)
+    checkpoints = MemoryCheckpoints()
+    plan = checkpoints.plan([0, 1], checkpoints=folder, request=request_)
+    assert plan is None
+    checkpoints.own.begin_attempt(folder, node=0, host="127.0.0.1", plan=plan)
+    assert checkpoints.own.held() is None and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["no disk", "no lock", "no address"])
+def test_a_node_without_memory_says_so_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    def fail(_: Path) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("paceline.launch.memory_disk.MEMORY_DISK", folder / "none" if kind == "no disk" else folder)
+    if kind == "no lock":
+        monkeypatch.setattr("paceline.launch.several_nodes.node_memory.lock_memory_folder", fail)
+    memory, plan = NodeMemory(), PeerPlan(nodes=(0, 1))
+    host = "203.0.113.1" if kind == "no address" else "127.0.0.1"
+    for _ in range(2):
+        memory.begin_attempt(folder, node=1, host=host, plan=plan)
+    assert memory.held() is None and memory.folder == "" and not list(folder.iterdir())
+    assert capsys.readouterr().err.count("no checkpoints in memory, because node 1 has none: ") == 1
+    memory.close()
+    world = World(rank=1, world_size=2)
+    found = find_peer_checkpoint(None, replace(plan, node=1, step=3), PeerFiles(folder, timeout_seconds=1), world=world)
+    assert found == (None, [])
 
 
 def test_all_ranks_leave_what_one_of_them_can_not_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.checkpoint.files.peers.peer_checkpoint import parse_plan
 from paceline.config.settings import Nodes
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, PacelineError
@@ -185,8 +186,8 @@ class MemberAgent:
         run = RunFolder(Path(request["payload"]["run"]))
         path = part.write_request(run, start.attempt, request)
         plan = request["payload"].get("peer_plan")
-        if plan is not None:
-            self._memory.begin_attempt(path.parent, node=self._node, host=part.own_address, step=plan["step"])
+        plan = None if plan is None else parse_plan(plan)
+        self._memory.begin_attempt(path.parent, node=self._node, host=part.own_address, plan=plan)
         if self._forkserver is None:
             environ = {**launch_environ(os.environ, exact=start.exact), MEMORY_FOLDER: self._memory.folder}
             self._forkserver = ForkserverClient(environ=environ)

@@ -3,16 +3,20 @@
 import http.client
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import newest_step
+from paceline.checkpoint.files.checkpoint_folder import newest_step, step_name
 from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan, write_peer_manifest
-from paceline.checkpoint.files.peers.peer_files import fetch_file
+from paceline.checkpoint.files.peers.peer_files import read_peer_file
 from paceline.console.output import print_line
 from paceline.errors import CheckpointError
 from paceline.launch.several_nodes.node_memory import HeldCheckpoints, NodeMemory
 
-_FETCH_SECONDS = 10.0  # for the entries of one rank
+_EVERY = "checkpoint.memory_every"
+_READ_SECONDS = 10.0  # for the entries of one rank
 
 
 class MemoryCheckpoints:
@@ -35,23 +39,27 @@ class MemoryCheckpoints:
         """Return the newest step of which all files are in the memory of some nodes; -1 if there is none."""
         return max((step for step in self._steps() if self._holders(step, nodes=self._held)), default=NO_STEP)
 
-    def plan(self, nodes: Sequence[int], *, checkpoints: Path) -> PeerPlan:
-        """Return the plan of the next attempt, on `nodes`, and forget what was before it.
+    def plan(self, nodes: Sequence[int], *, checkpoints: Path, request: Mapping[str, Any]) -> PeerPlan | None:
+        """Return the plan of the next attempt, on `nodes`, and forget what was before it; None if it uses no memory.
 
         It has the newest complete checkpoint, unless one in the folder `checkpoints` is as new. The manifest is written
         to the memory of the head.
         """
-        plan = self._plan(nodes, newer_than=newest_step(checkpoints))
+        is_used = not request.get("servers") and str(request["payload"].get("settings", {}).get(_EVERY)) != "0"
+        plan = self._plan(nodes, newer_than=newest_step(checkpoints)) if is_used else None
         self._held.clear()
         return plan
 
     def _plan(self, nodes: Sequence[int], *, newer_than: int) -> PeerPlan:
         for step in sorted((step for step in self._steps() if step > newer_than), reverse=True):
+            if not self.own.folder:  # the manifest can't be written
+                break
             holders = self._holders(step, nodes=nodes)
             if not holders:
                 continue
             try:
-                sources = write_peer_manifest(Path(self.own.folder), step=step, holders=holders, obtain=self._obtain)
+                read = partial(self._read, step)
+                sources = write_peer_manifest(Path(self.own.folder), step=step, holders=holders, read=read)
             except (CheckpointError, OSError, ValueError, http.client.HTTPException) as error:
                 reason = error.what if isinstance(error, CheckpointError) else error
                 print_line(f"the checkpoint of step {step} in memory can't be used: {reason}", sys.stderr)
@@ -74,5 +82,16 @@ class MemoryCheckpoints:
         is_complete = len(world_sizes) == 1 and set(holders) == set(range(*world_sizes))
         return holders if is_complete else {}
 
-    def _obtain(self, nodes: tuple[int, ...], file: Path) -> None:
-        fetch_file(self._held[nodes[0]].endpoint, file, timeout_seconds=_FETCH_SECONDS)
+    def _read(self, step: int, nodes: tuple[int, ...], name: str) -> bytes:
+        """Return the content of a file from the first of the nodes that sends it.
+
+        Raises:
+            OSError, ValueError, http.client.HTTPException: the error of the last one.
+        """
+        file = Path(self.own.folder) / step_name(step) / name
+        if 0 in nodes:
+            return file.read_bytes()
+        for node in nodes[:-1]:
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                return read_peer_file(self._held[node].endpoint, file, timeout_seconds=_READ_SECONDS)
+        return read_peer_file(self._held[nodes[-1]].endpoint, file, timeout_seconds=_READ_SECONDS)

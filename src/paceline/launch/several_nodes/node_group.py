@@ -146,12 +146,13 @@ class NodeGroup:
         address = self._own_address()
         self._reservation = reserve_port(address)  # until the next attempt
         port = int(self._reservation.getsockname()[1])
-        plan = self.memory.plan(self._active, checkpoints=run.checkpoints)
-        request = {**request, "payload": {**request["payload"], "peer_plan": plan.as_json()}}
+        plan = self.memory.plan(self._active, checkpoints=run.checkpoints, request=request)
+        peer_plan = None if plan is None else plan.as_json()
+        request = {**request, "payload": {**request["payload"], "peer_plan": peer_plan}}
         folder = self.memory.own.folder
         part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address, memory_folder=folder)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
-        self.memory.own.begin_attempt(path.parent, node=0, host=address, step=plan.step)
+        self.memory.own.begin_attempt(path.parent, node=0, host=address, plan=plan)
         self._workers.begin_attempt(path.parent, request)
         self._stays.begin_attempt(run.path, attempt, map(self._new_stay, self._active))
         self._start = StartPart(

@@ -14,6 +14,7 @@ from paceline.checkpoint.files.peers.memory_server import (
     complete_ranks,
     remove_steps,
 )
+from paceline.checkpoint.files.peers.peer_checkpoint import PeerPlan
 from paceline.checkpoint.files.peers.peer_files import write_endpoint
 from paceline.console.output import print_line
 from paceline.launch.memory_disk import choose_memory_folder, lock_memory_folder, remove_abandoned_memory_folders
@@ -33,29 +34,49 @@ class NodeMemory:
         self.folder = choose_memory_folder()
         self._server: MemoryServer | None = None
         self._lock = -1
+        self._has_failed = False
 
-    def begin_attempt(self, attempt_folder: Path, *, node: int, host: str, step: int) -> None:
-        """Tell the ranks of all nodes how they reach this memory at `host`, and keep only the checkpoint of `step`.
+    def begin_attempt(self, attempt_folder: Path, *, node: int, host: str, plan: PeerPlan | None) -> None:
+        """Tell the ranks of all nodes how they reach this memory at `host`, and keep only what the plan uses.
+
+        Without a plan, the attempt uses no memory.
 
         Raises:
             OSError: the folder of the attempt can't be written.
         """
-        if not self.folder:
+        if plan is None or not self._open(node=node, host=host):
             return
-        if self._server is None:
-            try:
-                remove_abandoned_memory_folders()
-                self._server = MemoryServer(Path(self.folder), host=host)
-                self._lock = lock_memory_folder(Path(self.folder))
-            except OSError as error:
-                self.folder = ""
-                print_line(f"no checkpoints in the memory of node {node}: {error}", sys.stderr)
-                return
+        assert self._server is not None
         self._server.begin_attempt()
         for path in Path(self.folder).glob("slots-*"):
             shutil.rmtree(path, ignore_errors=True)
-        remove_steps(Path(self.folder), kept={step})
+        remove_steps(Path(self.folder), kept={plan.kept_step(node)})
         write_endpoint(attempt_folder, node, self._server.endpoint)
+
+    def _open(self, *, node: int, host: str) -> bool:
+        """Start to serve the folder, unless that was done before. Return whether this node has a memory.
+
+        If it has none, the ranks of all nodes use none.
+        """
+        if self._server is not None or self._has_failed:
+            return self._server is not None
+        remove_abandoned_memory_folders()
+        problem = "" if self.folder else "there is no /dev/shm that can be written"
+        server = None
+        try:
+            if self.folder:
+                server = MemoryServer(Path(self.folder), host=host)
+                self._lock = lock_memory_folder(Path(self.folder))
+                self._server = server
+                return True
+        except OSError as error:
+            problem = str(error)
+            if server is not None:
+                server.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder, self._has_failed = "", True
+        print_line(f"no checkpoints in memory, because node {node} has none: {problem}", sys.stderr)
+        return False
 
     def held(self) -> HeldCheckpoints | None:
         """Return what this node has in memory, or None if it has no memory for checkpoints."""

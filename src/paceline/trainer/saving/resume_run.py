@@ -68,21 +68,23 @@ def find_checkpoint(
     """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
 
     `memory_folder` has the checkpoints in memory of this command's last attempt. One of them is used if it is newer
-    than those on disk. If there is none at all, rank 0 calls `download(folder)`, which may put one there.
-    `share_choice` runs the choice of rank 0, and shares it with the other ranks, however long a download takes. Also
-    return an event for each checkpoint that was refused.
+    than those on disk, or instead of the requested one, from which this command has started. If there is none at all,
+    rank 0 calls `download(folder)`, which may put one there. `share_choice` runs the choice of rank 0, and shares it
+    with the other ranks, however long a download takes. Also return an event for each checkpoint that was refused.
 
     Raises:
         CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints but none can be used. A
             folder that has only unfinished saves counts as empty.
     """
-    if requested is not None:
+    if requested is not None and memory_folder is None:
         return open_checkpoint(requested), []
     events: list[Event] = []
 
     def choose() -> tuple[str | None, list[tuple[str, str]]]:
-        path, unusable = find_newest_usable(folder)
         in_memory = find_newest_usable(memory_folder)[0] if memory_folder is not None else None
+        if requested is not None:
+            return str(in_memory or requested), []
+        path, unusable = find_newest_usable(folder)
         if in_memory is not None and (path is None or parse_step(in_memory) > parse_step(path)):
             path = in_memory
         if path is None and download is not None:
@@ -119,14 +121,14 @@ def find_checkpoint_of_restart(
     """
     memory_folder: Path | None = None
     peer_events: list[Event] = []
-    if requested is None and task.restart is not None and task.memory_folder:
+    if task.restart is not None and task.peer_plan is not None:  # on all ranks alike
+        folder_here = Path(task.memory_folder) if task.memory_folder else None
+        plan, files = parse_plan(task.peer_plan), open_peer_files(world, task)
+        loaded, peer_events = find_peer_checkpoint(folder_here, plan, files, world=world)
+        if loaded is not None:
+            return loaded, peer_events
+    elif task.restart is not None and task.memory_folder:
         memory_folder = Path(task.memory_folder)
-        if task.peer_plan is not None:
-            plan, files = parse_plan(task.peer_plan), open_peer_files(world, task)
-            loaded, peer_events = find_peer_checkpoint(memory_folder, plan, files, world=world)
-            if loaded is not None:
-                return loaded, peer_events
-            memory_folder = None
     loaded, events = find_checkpoint(
         folder,
         requested=requested,

@@ -18,6 +18,7 @@ from paceline.checkpoint.files.manifest import MANIFEST, write_manifest
 from paceline.checkpoint.files.peers.memory_server import entries_file
 from paceline.checkpoint.files.peers.peer_files import PeerFiles
 from paceline.checkpoint.files.resharding_reader import check_digests
+from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import parse_json
 
 NO_STEP = -1
@@ -39,6 +40,10 @@ class PeerPlan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON."""
         return asdict(self)
+
+    def kept_step(self, node: int) -> int:
+        """Return the step of the checkpoint whose files a node should keep; -1 if it has none that are used."""
+        return self.step if any(node in nodes for nodes in self.sources.values()) else NO_STEP
 
     def neighbours(self, count: int) -> list[int]:
         """Return the `count` nodes after this one, or all others if there are fewer."""
@@ -62,12 +67,11 @@ class RankEntries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_peer_manifest(
-    folder: Path, *, step: int, holders: Mapping[int, tuple[int, ...]], obtain: Callable[[tuple[int, ...], Path], None]
+    folder: Path, *, step: int, holders: Mapping[int, tuple[int, ...]], read: Callable[[tuple[int, ...], str], bytes]
 ) -> Mapping[str, tuple[int, ...]]:
     """Write the manifest of a checkpoint to the memory of this node, and return which nodes hold each of its files.
 
-    `holders` has the nodes that hold the files of each rank, and `obtain(nodes, file)` gets a file that is not here
-    from one of them.
+    `holders` has the nodes that hold the files of each rank, and `read(nodes, name)` reads a file from one of them.
 
     Raises:
         CheckpointError: the files do not add up to a checkpoint.
@@ -78,10 +82,8 @@ def write_peer_manifest(
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     file_entries: dict[str, Any] = {}
     for rank, nodes in sorted(holders.items()):
-        file = path / entries_file(rank, world_size=len(holders))
-        if not file.exists():
-            obtain(nodes, file)
-        entries = msgspec.json.decode(file.read_bytes(), type=RankEntries)
+        content = read(nodes, entries_file(rank, world_size=len(holders)))
+        entries = msgspec.json.decode(content, type=RankEntries)
         file_entries |= entries.files
         sources |= dict.fromkeys(entries.files, nodes)
         state = entries.state or state
@@ -97,20 +99,33 @@ def write_rank_entries(path: Path, *, file_entries: Mapping[str, Any], state: st
 def open_peer_checkpoint(folder: Path, plan: PeerPlan, files: PeerFiles, *, share: tuple[int, int]) -> OpenCheckpoint:
     """Open the plan's checkpoint in this node's memory `folder`. Its files are read from other nodes when needed.
 
-    `share` is the number of this rank among those of its node, and their count: of the files that this node holds
-    first, each rank compares its share with the digests now. So all ranks together look at each file once.
+    Each node first compares all files that it has with their digests, because other nodes will read them, too. `share`
+    is the number of this rank among those of its node, and their count: each rank compares its share. A damaged file is
+    replaced by the copy of another node.
 
     Raises:
         CheckpointError: a file is damaged, or no node sends it.
     """
     path = folder / step_name(plan.step)
-    get = cache(lambda name: files.fetch(plan.sources[name], path / name))
-    get(MANIFEST)
-    opened = open_checkpoint(path, obtain=get)
-    own = sorted(name for name, nodes in plan.sources.items() if name != MANIFEST and nodes[0] == plan.node)
-    checked = set(own[share[0] :: share[1]])
-    shards = [shard for stored in opened.files.values() for shard in stored.all_shards() if shard.file.name in checked]
+    obtain = cache(lambda name: files.fetch(plan.sources[name], path / name))
+    obtain(MANIFEST)
+    opened = open_checkpoint(path, obtain=obtain)
+    own = sorted(name for name, nodes in plan.sources.items() if name != MANIFEST and plan.node in nodes)
+    for name in own[share[0] :: share[1]]:
+        try:
+            _check_file(opened, name)
+        except CheckpointError:
+            others = tuple(node for node in plan.sources[name] if node != plan.node)
+            if not others:
+                raise
+            (path / name).unlink(missing_ok=True)
+            files.fetch(others, path / name)
+            _check_file(opened, name)
+    return opened
+
+
+def _check_file(opened: OpenCheckpoint, name: str) -> None:
+    shards = [shard for stored in opened.files.values() for shard in stored.all_shards() if shard.file.name == name]
     for shard in shards:
         shard.obtain()
     check_digests(shards)
-    return opened

@@ -14,6 +14,7 @@ import msgspec
 from paceline.checkpoint.files.peers.memory_server import BLOCK_BYTES, MemoryEndpoint
 from paceline.errors import CheckpointError, SaveError
 from paceline.filesystem.atomic_files import write_text
+from paceline.filesystem.disk_full import require_free_space
 
 _POLL_SECONDS = 0.05
 
@@ -70,8 +71,8 @@ class PeerFiles:
             for node in nodes:
                 try:
                     fetch_file(self._endpoint(node), file, timeout_seconds=self._timeout_seconds)
-                except (OSError, ValueError, http.client.HTTPException) as error:
-                    problems.append(f"node {node}: {error}")
+                except (OSError, ValueError, http.client.HTTPException, SaveError) as error:
+                    problems.append(f"node {node}: {getattr(error, 'what', error)}")
                 else:
                     return
         raise CheckpointError(
@@ -100,6 +101,7 @@ def fetch_file(endpoint: MemoryEndpoint, file: Path, *, timeout_seconds: float) 
     """Read a file of a checkpoint from a node, and write it to the same name here.
 
     Raises:
+        SaveError: there is not enough memory.
         OSError, ValueError, http.client.HTTPException: the node does not send it, or it can't be written.
     """
     staging = file.with_name(f".incoming-{os.getpid()}-{file.name}")
@@ -107,6 +109,7 @@ def fetch_file(endpoint: MemoryEndpoint, file: Path, *, timeout_seconds: float) 
         with _request(endpoint, "GET", file, None, {}, timeout_seconds) as response, staging.open("wb") as target:
             if response.status != HTTPStatus.OK:
                 raise ValueError(f"it answers {response.status} {response.reason}")
+            require_free_space(file.parent, response.length or 0)
             while block := response.read(BLOCK_BYTES):
                 target.write(block)
             if response.length:  # `read` ends without an error if the connection is closed
@@ -114,6 +117,18 @@ def fetch_file(endpoint: MemoryEndpoint, file: Path, *, timeout_seconds: float) 
         staging.rename(file)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def read_peer_file(endpoint: MemoryEndpoint, file: Path, *, timeout_seconds: float) -> bytes:
+    """Return the content of a file of a checkpoint on a node. Of the path `file`, the last two names count.
+
+    Raises:
+        OSError, ValueError, http.client.HTTPException: the node does not send it.
+    """
+    with _request(endpoint, "GET", file, None, {}, timeout_seconds) as response:
+        if response.status != HTTPStatus.OK:
+            raise ValueError(f"it answers {response.status} {response.reason}")
+        return response.read()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class MemoryTier:
             self._checkpointer.write(write, cursor=cursor, loader=loader, progress=progress)
         except CheckpointError as error:
             self.next_step = math.inf
-            text = f"checkpoints in memory are off: {error.what} A restart continues from the newest one on disk"
+            text = f"checkpoints in memory are off: {error.what} A restart uses the newest checkpoint that is left"
             return [Note(text=text, level="warning")]
         if self._every is not None:
             self.postpone(cursor.step)

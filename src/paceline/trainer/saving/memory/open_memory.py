@@ -20,10 +20,13 @@ def open_memory(setup: TrainingSetup, task: Task) -> RankMemory | None:
     asynchronous run completes its steps in flight before each save, so additional saves would change the training. On
     several nodes, it is not used by saves in the background, because rank 0 does not have the files of the other nodes.
     """
-    checkpoint = setup.settings.checkpoint
+    checkpoint, is_on_nodes = setup.settings.checkpoint, task.peer_plan is not None
     keeps_checkpoints = checkpoint.memory_every != 0
-    is_used = keeps_checkpoints or (checkpoint.background and task.peer_plan is None)
-    if not task.memory_folder or not is_used or not setup.plan.update_rule.is_synchronous:
+    is_used = keeps_checkpoints or (checkpoint.background and not is_on_nodes)
+    if not is_used or not setup.plan.update_rule.is_synchronous:
+        return None
+    has_folder = bool(task.memory_folder)
+    if not (all(setup.world.gather_json(has_folder)) if is_on_nodes else has_folder):  # a node may have no memory
         return None
     path = Path(task.memory_folder)
     if task.peer_plan is not None:

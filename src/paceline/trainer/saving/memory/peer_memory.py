@@ -1,7 +1,7 @@
 """Checkpoints in memory of a run on several nodes: each rank sends copies of its files to the nodes after its own.
 
-A checkpoint is complete when the last file of each rank is, on its own node and on `checkpoint.peer_copies` others. If
-a node is lost, the others still have all files, and the restart reads nothing from disk.
+A checkpoint can be used as soon as the last file of each rank is complete on one node that is left. The training waits
+for all copies of a checkpoint before it writes the next one, so if a node is lost, the one before is there.
 """
 
 import json
@@ -89,22 +89,28 @@ class PeerMemory(RankMemory):
 
 
 def find_peer_checkpoint(
-    folder: Path, plan: PeerPlan, files: PeerFiles, *, world: World
+    folder: Path | None, plan: PeerPlan, files: PeerFiles, *, world: World
 ) -> tuple[OpenCheckpoint | None, list[Event]]:
     """Open the plan's checkpoint in the memory of the nodes, and compare its files with their digests.
 
-    Every rank calls this. If one rank can't, all return None, and an event that says why.
+    Every rank calls this. If one rank can't, all return None and an event that says why, and the checkpoint is removed.
+    `folder` is None on a node that has no memory.
     """
     if plan.step == NO_STEP:
         return None, []
     opened, problem = None, ""
     ranks_per_node = world.world_size // len(plan.nodes)
     try:
+        if folder is None:
+            raise CheckpointError(f"node {plan.node} has no memory for checkpoints.")
         opened = open_peer_checkpoint(folder, plan, files, share=(world.rank % ranks_per_node, ranks_per_node))
-    except (CheckpointError, MachineError, OSError) as error:
+    except (CheckpointError, MachineError, OSError, LookupError) as error:
         problem = getattr(error, "what", str(error))
     problems = [text for text in world.gather_json(problem) if text]
     if not problems:
         return opened, []
+    if folder is None:
+        return None, []
+    remove_steps(folder, kept=set())
     refused = CheckpointRefused(path=str(folder / step_name(plan.step)), reason=problems[0])
     return None, [refused] if world.is_main else []
