@@ -155,7 +155,7 @@ def disturb(nodes: NetworkNodes, layout: str, options: argparse.Namespace) -> bo
         time.sleep(chance.uniform(0.2, 1.0))
         before, start_time = run.last_step(), time.monotonic()
         run.kill(node) if fault == "kill" else run.cut(node)
-        run.wait_for_step(before + 1)
+        run.wait_for_step(before + 2)  # one step may have ended before the fault
         print(f"{layout:<12} {fault + f' node {node}':<12} {time.monotonic() - start_time:>8.1f}", flush=True)
     codes = [command.wait(timeout=WAIT_SECONDS) for command in run.commands.values()]
     restarts = [event for event in run.events() if event["event"] == "Restarted"]

@@ -45,6 +45,19 @@ class Net(nn.Module):
 """
 
 
+DAMAGE_IN_MEMORY = """
+import json
+from pathlib import Path
+
+if Path("cut/logs/attempt-2").exists():  # each rank imports this before it looks for a checkpoint
+    request = json.loads(Path("cut/logs/attempt-1/request.json").read_text())
+    for path in Path(request["payload"]["memory_folder"]).glob("step-*/*.safetensors"):
+        content = path.read_bytes()
+        path.unlink(missing_ok=True)
+        path.write_bytes(content[:-1])
+"""
+
+
 def job_of_blocks() -> str:
     """The small job with a model that every layout can split."""
     head, _, rest = SMALL_JOB.partition("def loss(")
@@ -379,6 +392,24 @@ def test_a_restart_from_memory_changes_no_bit(shop: Shop, name: str) -> None:
 
 
 @pytest.mark.cold
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_restart_before_the_first_save_keeps_the_checkpoint_that_was_named(shop: Shop, is_damaged: bool) -> None:
+    """From memory, if that is sound, and else from the named checkpoint; never from step 0."""
+    assert shop.train("base", "--checkpoint.every", "4", ranks=2, steps=4).code == 0
+    named = ("--resume", "base/checkpoints/step-00000004")
+    whole = shop.train("whole", *named, ranks=2, steps=STEPS)
+    assert whole.code == 0, whole.err
+    more = (*named, "--checkpoint.every", "100", "--eval.every", "100", "--checkpoint.memory_every", "2")
+    if is_damaged:
+        shop.write("job.py", SMALL_JOB + DAMAGE_IN_MEMORY)
+    cut = shop.train("cut", *more, "--faults", "kill rank=1 step=9", ranks=2, steps=STEPS)
+    assert cut.code == 0, cut.err
+    assert [(event["source"], event["resumed_step"]) for event in restarts(shop, "cut")] == [
+        ("disk", 4) if is_damaged else ("memory", 8)
+    ]
+    assert shop.digest("cut") == shop.digest("whole")
+
+
 def test_checkpoints_in_memory_outlive_the_fork_server_and_not_the_command(shop: Shop) -> None:
     words = ("--checkpoint.every", "100000", "--eval.every", "100000", "--checkpoint.memory_every", "5")
     process = shop.start(

@@ -1,7 +1,8 @@
 """Checkpoints in memory: newer than those on disk, and cheap, for a restart on the same machine.
 
-They have the format of the checkpoints on disk, with all checksums, and are committed by all ranks or none. They lie in
-a folder of /dev/shm that belongs to the command, so they survive its ranks. The command removes the folder at its end.
+They have the format of the checkpoints on disk, with all checksums, and count only if the files of all ranks are there.
+They lie in a folder of /dev/shm that belongs to the command, or to the agent of each node, so they survive the ranks.
+The command or agent removes the folder at its end.
 """
 
 import math
