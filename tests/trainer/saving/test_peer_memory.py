@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ class Nodes:
         self.folder, self.count = folder, count
         self.memories = [NodeMemory() for _ in range(count)]
         for number, memory in enumerate(self.memories):
-            memory.begin_attempt(folder, node=number, host="127.0.0.1", plan=PeerPlan(nodes=tuple(range(count))))
+            memory.begin_attempt(node=number, host="127.0.0.1", plan=PeerPlan(nodes=tuple(range(count))))
+            memory.announce(folder, node=number)
         self.ranks = [
             PeerMemory(
                 Path(memory.folder),
@@ -158,7 +160,8 @@ class Nodes:
         plan = checkpoints.plan(range(self.count), checkpoints=disk or self.folder / "none", request={"payload": {}})
         assert plan is not None
         for number, memory in enumerate(self.memories):
-            memory.begin_attempt(self.folder, node=number, host="127.0.0.1", plan=plan)
+            memory.begin_attempt(node=number, host="127.0.0.1", plan=plan)
+            memory.announce(self.folder, node=number)
         return plan
 
     def path(self, number: int, name: str, *, step: int = 3) -> Path:
@@ -320,7 +323,7 @@ def test_a_node_that_has_waited_keeps_nothing_that_the_plan_does_not_name(
     sources = {"manifest.json": (0,), "model.rank-0000.safetensors": (0,), "model.rank-0001.safetensors": (1,)}
     plan = PeerPlan(nodes=(0, 1, 2), step=3, sources=sources)
     for number, memory in enumerate(nodes.memories):
-        memory.begin_attempt(folder, node=number, host="127.0.0.1", plan=plan)
+        memory.begin_attempt(node=number, host="127.0.0.1", plan=plan)
     assert [nodes.path(number, "").is_dir() for number in range(3)] == [True, True, False]
     nodes.close()
 
@@ -343,7 +346,7 @@ def test_an_attempt_that_saves_nothing_in_memory_opens_no_port(
     checkpoints = MemoryCheckpoints()
     plan = checkpoints.plan([0, 1], checkpoints=folder, request=request_)
     assert plan is None
-    checkpoints.own.begin_attempt(folder, node=0, host="127.0.0.1", plan=plan)
+    assert checkpoints.own.begin_attempt(node=0, host="127.0.0.1", plan=plan) == ""
     assert checkpoints.own.held() is None and not list(folder.iterdir())
 
 
@@ -360,7 +363,7 @@ def test_a_node_without_memory_says_so_and_leaves_nothing(
     memory, plan = NodeMemory(), PeerPlan(nodes=(0, 1))
     host = "203.0.113.1" if kind == "no address" else "127.0.0.1"
     for _ in range(2):
-        memory.begin_attempt(folder, node=1, host=host, plan=plan)
+        assert memory.begin_attempt(node=1, host=host, plan=plan) == ""
     assert memory.held() is None and memory.folder == "" and not list(folder.iterdir())
     assert capsys.readouterr().err.count("no checkpoints in memory, because node 1 has none: ") == 1
     memory.close()
@@ -415,6 +418,36 @@ def test_a_file_that_arrives_after_its_attempt_is_left_out(server: MemoryServer,
         connection.sendall(b" more")
         assert b" 507 " in connection.recv(100)
     assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+
+
+def test_a_head_that_was_alone_is_reached_by_those_that_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.memory_disk.MEMORY_DISK", folder)
+    memory, plan = NodeMemory(), PeerPlan(nodes=(0,))
+    for host in ("127.0.0.1", "127.0.0.2", "127.0.0.2"):
+        own = memory.begin_attempt(node=0, host=host, plan=plan)
+        memory.announce(folder, node=0)
+        (folder / "step-00000003").mkdir(exist_ok=True)
+        (folder / "step-00000003" / "a").write_bytes(b"abc")
+        PeerFiles(folder, timeout_seconds=20).send(0, folder / "step-00000003" / "a")
+        assert (Path(own) / "step-00000003" / "a").read_bytes() == b"abc"
+        held = memory.held()
+        assert held is not None and held.endpoint.host == host
+    memory.close()
+
+
+def test_strangers_leave_room_for_those_who_know_the_token(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = ("127.0.0.1", server.endpoint.port)
+    strangers = [socket.create_connection(address, timeout=20) for _ in range(300)]
+    closed = 0
+    for stranger in strangers[256:]:
+        with suppress(ConnectionError):
+            closed += stranger.recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+    assert closed > 20, "more than 256 are kept"
+    wait_until(lambda: ask(server, "PUT", "/step-00000012/a", body=b"abc") == 201)
 
 
 def test_two_checkpoints_are_kept_on_each_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

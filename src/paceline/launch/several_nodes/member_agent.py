@@ -174,20 +174,19 @@ class MemberAgent:
 
     def _supervise(self, start: StartPart, ranks: range) -> tuple[int, Failure | None, AttemptProgress]:
         """Return the exit code, the failure and the progress of this node's ranks."""
-        request = start.request
+        request, own_address = start.request, self._own_address()
+        peer_plan = request["payload"].get("peer_plan")
+        plan = None if peer_plan is None else parse_plan(peer_plan)
         part = AttemptPart(
             ranks=ranks,
             address=start.address,
             port=start.port,
-            own_address=self._own_address(),
+            own_address=own_address,
             node=self._node,
-            memory_folder=self._memory.folder,
+            memory_folder=self._memory.begin_attempt(node=self._node, host=own_address, plan=plan),
         )
-        run = RunFolder(Path(request["payload"]["run"]))
-        path = part.write_request(run, start.attempt, request)
-        plan = request["payload"].get("peer_plan")
-        plan = None if plan is None else parse_plan(plan)
-        self._memory.begin_attempt(path.parent, node=self._node, host=part.own_address, plan=plan)
+        path = part.write_request(RunFolder(Path(request["payload"]["run"])), start.attempt, request)
+        self._memory.announce(path.parent, node=self._node)
         if self._forkserver is None:
             environ = {**launch_environ(os.environ, exact=start.exact), MEMORY_FOLDER: self._memory.folder}
             self._forkserver = ForkserverClient(environ=environ)

@@ -149,10 +149,10 @@ class NodeGroup:
         plan = self.memory.plan(self._active, checkpoints=run.checkpoints, request=request)
         peer_plan = None if plan is None else plan.as_json()
         request = {**request, "payload": {**request["payload"], "peer_plan": peer_plan}}
-        folder = self.memory.own.folder
+        folder = self.memory.own.begin_attempt(node=0, host=address, plan=plan)
         part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address, memory_folder=folder)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
-        self.memory.own.begin_attempt(path.parent, node=0, host=address, plan=plan)
+        self.memory.own.announce(path.parent, node=0)
         self._workers.begin_attempt(path.parent, request)
         self._stays.begin_attempt(run.path, attempt, map(self._new_stay, self._active))
         self._start = StartPart(
@@ -431,7 +431,8 @@ class NodeGroup:
         """Return the result of the attempt from those of its parts."""
         own_failure = own.failure
         if own_failure is not None and own_failure.rank >= 0 and not own_failure.is_joint:
-            own_failure = replace(own_failure, host=self._hosts[0])
+            node = self._active[min(own_failure.rank // self.ranks_per_node, len(self._active) - 1)]
+            own_failure = replace(own_failure, host=self._hosts[node])
         results = [result for node, result in self._results.items() if self._workers.counts(node)]
         parts = [own, *results]
         failures = [own_failure, *(result.failure for result in results)]

@@ -36,47 +36,64 @@ class NodeMemory:
         self._lock = -1
         self._has_failed = False
 
-    def begin_attempt(self, attempt_folder: Path, *, node: int, host: str, plan: PeerPlan | None) -> None:
-        """Tell the ranks of all nodes how they reach this memory at `host`, and keep only what the plan uses.
+    def begin_attempt(self, *, node: int, host: str, plan: PeerPlan | None) -> str:
+        """Keep only what the plan uses, and return the folder for the ranks of this node; "" if they use none.
 
-        Without a plan, the attempt uses no memory.
-
-        Raises:
-            OSError: the folder of the attempt can't be written.
+        Other nodes reach this memory at `host`. Without a plan, the attempt uses no memory.
         """
         if plan is None or not self._open(node=node, host=host):
-            return
+            return ""
         assert self._server is not None
         self._server.begin_attempt()
         for path in Path(self.folder).glob("slots-*"):
             shutil.rmtree(path, ignore_errors=True)
         remove_steps(Path(self.folder), kept={plan.kept_step(node)})
-        write_endpoint(attempt_folder, node, self._server.endpoint)
+        return self.folder
+
+    def announce(self, attempt_folder: Path, *, node: int) -> None:
+        """Tell the ranks of all nodes how they reach this memory, if there is one.
+
+        Raises:
+            OSError: the folder of the attempt can't be written.
+        """
+        if self._server is not None:
+            write_endpoint(attempt_folder, node, self._server.endpoint)
 
     def _open(self, *, node: int, host: str) -> bool:
-        """Start to serve the folder, unless that was done before. Return whether this node has a memory.
+        """Serve the folder at `host`, unless it is served there. Return whether this node has a memory.
 
         If it has none, the ranks of all nodes use none.
         """
-        if self._server is not None or self._has_failed:
-            return self._server is not None
-        remove_abandoned_memory_folders()
+        if self._server is not None and self._server.endpoint.host == host:
+            return True
+        if self._server is None and self._has_failed:
+            return False
         problem = "" if self.folder else "there is no /dev/shm that can be written"
-        server = None
-        try:
-            if self.folder:
-                server = MemoryServer(Path(self.folder), host=host)
-                self._lock = lock_memory_folder(Path(self.folder))
-                self._server = server
-                return True
-        except OSError as error:
-            problem = str(error)
-            if server is not None:
-                server.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder, self._has_failed = "", True
-        print_line(f"no checkpoints in memory, because node {node} has none: {problem}", sys.stderr)
-        return False
+        if self.folder:
+            try:
+                self._serve(host)
+            except OSError as error:
+                problem = str(error)
+        if problem:
+            self.close()
+            self.folder, self._has_failed = "", True
+            print_line(f"no checkpoints in memory, because node {node} has none: {problem}", sys.stderr)
+        return not problem
+
+    def _serve(self, host: str) -> None:
+        """Start to serve the folder, or, for the head that was alone before, at another address.
+
+        Raises:
+            OSError: the folder can't be written, or this machine has no such address.
+        """
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        else:
+            remove_abandoned_memory_folders()
+        self._server = MemoryServer(Path(self.folder), host=host)
+        if self._lock < 0:
+            self._lock = lock_memory_folder(Path(self.folder))
 
     def held(self) -> HeldCheckpoints | None:
         """Return what this node has in memory, or None if it has no memory for checkpoints."""
@@ -86,9 +103,11 @@ class NodeMemory:
 
     def close(self) -> None:
         """Remove all checkpoints in the memory of this node."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -14,6 +14,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from typing_extensions import override
@@ -25,7 +26,8 @@ from paceline.filesystem.disk_full import require_free_space
 BLOCK_BYTES = 1 << 20
 _PATH = re.compile(r"/(step-[0-9]{8,18})/([A-Za-z0-9_-][A-Za-z0-9._-]{0,200})")
 _ENTRIES = re.compile(r"entries\.rank-([0-9]{4,})-of-([0-9]{4,})\.json")
-_IDLE_SECONDS = 60.0  # a connection over which nothing comes for so long is closed
+_IDLE_SECONDS = 30.0  # a connection over which nothing comes for so long is closed
+_MAX_CONNECTIONS = 256  # at the same time; others are closed, so that files for the agent itself are left
 
 
 class MemoryEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +100,22 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, folder: Path, host: str) -> None:
         self.folder = folder
         self.token = secrets.token_hex(16)
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
         super().__init__((host, 0), _Handler)
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    @override
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     @override
     def handle_error(self, request: object, client_address: object) -> None:
@@ -128,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             staging.rename(path)
         except (OSError, SaveError) as error:
             staging.unlink(missing_ok=True)
-            text = error.what if isinstance(error, SaveError) else str(error.strerror or error)
+            text = error.what.rstrip(".") if isinstance(error, SaveError) else str(error.strerror or error)
             self.close_connection = True  # the rest of the body is still to come
             self._answer(HTTPStatus.INSUFFICIENT_STORAGE, text.encode())
         else:

@@ -1,5 +1,6 @@
 """Files in the memory of other nodes: a rank writes copies of its own there, and reads those that its node lacks."""
 
+import errno
 import fcntl
 import http.client
 import os
@@ -17,6 +18,8 @@ from paceline.filesystem.atomic_files import write_text
 from paceline.filesystem.disk_full import require_free_space
 
 _POLL_SECONDS = 0.05
+_MAX_SILENCE_SECONDS = 30.0  # of a node during a transfer; the training may wait for it
+_MAX_ENDPOINT_SECONDS = 90.0  # until a file that another node wrote is seen; a network disk may take a minute
 
 
 def endpoint_path(attempt_folder: Path, node: int) -> Path:
@@ -38,7 +41,8 @@ class PeerFiles:
 
     def __init__(self, attempt_folder: Path, *, timeout_seconds: float) -> None:
         self._attempt_folder = attempt_folder
-        self._timeout_seconds = timeout_seconds
+        self._silence_seconds = min(timeout_seconds, _MAX_SILENCE_SECONDS)
+        self._endpoint_seconds = min(timeout_seconds, _MAX_ENDPOINT_SECONDS)
         self._endpoints: dict[int, MemoryEndpoint] = {}
 
     def send(self, node: int, file: Path) -> None:
@@ -50,7 +54,7 @@ class PeerFiles:
         try:
             with file.open("rb", buffering=0) as body:
                 length = {"Content-Length": str(os.fstat(body.fileno()).st_size)}
-                with _request(self._endpoint(node), "PUT", file, body, length, self._timeout_seconds) as response:
+                with _request(self._endpoint(node), "PUT", file, body, length, self._silence_seconds) as response:
                     status, text = response.status, response.read(1000).decode(errors="replace")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise SaveError(f"node {node} did not take a copy of {file.name}: {error}.", where=str(file)) from error
@@ -70,9 +74,11 @@ class PeerFiles:
             problems = []
             for node in nodes:
                 try:
-                    fetch_file(self._endpoint(node), file, timeout_seconds=self._timeout_seconds)
+                    fetch_file(self._endpoint(node), file, timeout_seconds=self._silence_seconds)
                 except (OSError, ValueError, http.client.HTTPException, SaveError) as error:
-                    problems.append(f"node {node}: {getattr(error, 'what', error)}")
+                    is_full = isinstance(error, SaveError) or getattr(error, "errno", None) == errno.ENOSPC
+                    where = "no room on this node" if is_full else f"node {node}"
+                    problems.append(f"{where}: {getattr(error, 'what', error)}".rstrip("."))
                 else:
                     return
         raise CheckpointError(
@@ -86,7 +92,7 @@ class PeerFiles:
         Raises:
             OSError, ValueError: it has not, or the file is damaged.
         """
-        path, deadline = endpoint_path(self._attempt_folder, node), time.monotonic() + self._timeout_seconds
+        path, deadline = endpoint_path(self._attempt_folder, node), time.monotonic() + self._endpoint_seconds
         while node not in self._endpoints:
             try:
                 self._endpoints[node] = msgspec.json.decode(path.read_bytes(), type=MemoryEndpoint)
