@@ -1,5 +1,6 @@
 """The reception of nodes that come and go: who gets a place, and with which number."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,3 +153,35 @@ def test_one_node_that_does_not_fit_is_no_harm_to_another_that_comes_with_it(
     assert "not admitted: torch" in capsys.readouterr().err
     for member in [*first_members.values(), *taken.values()]:
         member.link.close()
+
+
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_spare_node_waits_for_a_head_that_is_killed_while_it_answers(has_met: bool) -> None:
+    answers = [b"" if has_met else b'{"do": "end", "is_full": true}\n', b"", b'{"do": "welcome"}\n']
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for text in answers:
+                connection, _ = listener.accept()
+                connection.recv(4096)
+                connection.sendall(text)
+                connection.close()
+
+        thread = Thread(target=answer)
+        thread.start()
+        place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=listener.getsockname()[1], node=1)
+        lines: list[str] = []
+        join_head(place, wait_seconds=60, waits_for_place=True, has_met=has_met, report=lines.append).close()
+        thread.join()
+    assert len([line for line in lines if "is gone" in line]) == 1, lines
+    assert len([line for line in lines if "all nodes are here already" in line]) == (not has_met), lines
+
+
+def test_a_stranger_at_the_heads_port_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=lambda: listener.accept()[0].close())
+        thread.start()
+        place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=listener.getsockname()[1], node=1)
+        with pytest.raises(MachineError, match="another program than paceline answers"):
+            join_head(place, wait_seconds=60, waits_for_place=True)
+        thread.join()

@@ -1,6 +1,7 @@
 """The `submit` verb: writes and checks the file that hands a training in to Slurm, Kubernetes, Ray or SageMaker."""
 
 import json
+import math
 import re
 import sys
 import time
@@ -176,7 +177,8 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
         hours = options.budget / _cost(replace(options, hours=1.0), options.price)
         problems.append(
             UsageError(
-                f"the job may cost {cost:,.2f}, and the budget is {options.budget:,.2f}.", hint=f"--hours {hours:g}"
+                f"the job may cost {cost:,.2f}, and the budget is {options.budget:,.2f}.",
+                hint=f"--hours {math.floor(hours * 100) / 100:g}",
             )
         )
     return problems

@@ -320,19 +320,20 @@ def join_head(
     host_seconds: float = math.inf,
     problem: str = "",
     waits_for_place: bool = False,
+    has_met: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> LineChannel:
     """Connect to the head, and introduce this node, or say why it can't take part.
 
     A host name without an address is tried again for `host_seconds`. With `waits_for_place`, a head whose nodes are all
-    there is asked again until `wait_seconds` are over. `report` gets a line if the head can't be reached at first, or
-    has no place.
+    there is asked again until `wait_seconds` are over. So is one that breaks the connection, if this node `has_met` it
+    before. `report` gets a line if the head can't be reached at first, has no place, or is gone.
 
     Raises:
         MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
         UsageError: the head has refused the command.
     """
-    deadline = time.monotonic() + wait_seconds
+    deadline, reported = time.monotonic() + wait_seconds, ""
     while True:
         channel = _connect(place, deadline=deadline, host_seconds=host_seconds, report=report)
         answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
@@ -340,15 +341,16 @@ def join_head(
             return channel
         channel.close()
         is_full = isinstance(answer, dict) and answer.get("is_full") is True
-        if not (waits_for_place and is_full) or time.monotonic() > deadline:
+        is_gone = has_met and isinstance(answer, str)
+        if not (waits_for_place and (is_full or is_gone)) or time.monotonic() > deadline:
             raise _refused_error(place, answer)
-        report("all nodes are here already; waiting in case one of them is lost")
-        report = _report_nothing  # once
+        text = "all nodes are here already; waiting in case one of them is lost"
+        if is_gone:
+            text = f"the head {_address(place)} is gone ({answer}); waiting for it"
+        if text != reported:
+            report(text)
+        has_met, reported = True, text
         time.sleep(_FULL_RETRY_SECONDS)
-
-
-def _report_nothing(_: str) -> None:
-    return None
 
 
 def _connect(place: NodePlace, *, deadline: float, host_seconds: float, report: Callable[[str], None]) -> LineChannel:

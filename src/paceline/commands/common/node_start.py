@@ -151,18 +151,19 @@ class NodeStart:
     def _come_again(self, place: NodePlace, end: MemberEnd) -> MemberEnd:
         """Wait for the lost head, and take part again; `end` tells how this node lost it."""
         try:
-            channel = self._join(place)
+            channel = self._join(place, has_met=True)
         except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
             text = f"{end.text}, and did not come back: {error.what}"
             return replace(end, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=False)
         return self._take_part(place, channel)
 
-    def _join(self, place: NodePlace, *, host_seconds: float = math.inf) -> LineChannel:
+    def _join(self, place: NodePlace, *, host_seconds: float = math.inf, has_met: bool = False) -> LineChannel:
         return join_head(
             place,
             wait_seconds=self.settings.wait,
             host_seconds=host_seconds,
             waits_for_place=self._max_restarts > 0,
+            has_met=has_met,
             report=print_meeting_line,
         )
 
