@@ -1,6 +1,7 @@
 """A training on several real networks that Paceline starts itself: silence, crashes and name traps."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -91,6 +92,22 @@ def test_a_silence_that_is_shorter_than_the_patience_does_no_harm(
     ends = [end(process) for process in processes]
     assert [each.code for each in ends] == [0, 0, 0], [each.screen for each in ends]
     assert digest(run) == undisturbed and not (run / "logs/attempt-2").exists()
+
+
+def test_a_broken_link_between_two_other_nodes_is_named_by_the_head(nodes: NetworkNodes, tmp_path: Path) -> None:
+    run, route = tmp_path / "run", ("blackhole", f"{nodes.address(2)}/32")
+    words = (*EXACT, "--survive.restarts", "0", "--train.timeout_seconds", "10")
+    processes = start_all(nodes, run, *words, port=29709, steps=5000)
+    wait_for_step(run, 5)
+    nodes.run_inside(1, "ip", "route", "add", *route)
+    try:
+        ends = [end(process) for process in processes]
+    finally:
+        nodes.run_inside(1, "ip", "route", "del", *route)
+    assert [each.code for each in ends] == [1, 1, 1], [each.screen for each in ends]
+    says = r"the link between node 1 \(node1, rank 1\) and node 2 \(node2, rank 2\) does not work: (Invalid|timed out)"
+    assert re.search(says, ends[0].screen), ends[0].screen
+    assert "link between node 0" not in ends[0].screen
 
 
 def test_a_node_whose_network_is_cut_is_named_by_all_and_nothing_is_left(nodes: NetworkNodes, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from paceline.errors import CheckpointError, SaveError
 from paceline.events import CheckpointRefused, Event
 from paceline.filesystem.run_lock import LOCK
 from paceline.launch.memory_disk import LOCKED_RUN, remove_abandoned_memory_folders
-from paceline.launch.several_nodes.memory_checkpoints import MemoryCheckpoints
 from paceline.launch.several_nodes.node_memory import NodeMemory
+from paceline.launch.several_nodes.peer_checkpoint_search import PeerCheckpointSearch
 from paceline.trainer.saving.memory.peer_memory import PeerMemory, find_peer_checkpoint
 from tests.trainer.saving.test_background_thread import STATE, files_of
 from tests.waiting import wait_until
@@ -150,10 +150,10 @@ class Nodes:
 
     def plan(self, *lost: int, disk: Path | None = None) -> PeerPlan:
         """The plan of the next attempt, after the loss of some nodes."""
-        checkpoints = MemoryCheckpoints()
+        checkpoints = PeerCheckpointSearch()
         checkpoints.own = self.memories[0]
         for number, memory in enumerate(self.memories):
-            checkpoints.record(number, memory.held())
+            checkpoints.record(number, memory.inventory())
         for number in lost:
             checkpoints.forget(number)
             self.lose(number)
@@ -343,11 +343,11 @@ def test_an_attempt_that_saves_nothing_in_memory_opens_no_port(
     folder: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("paceline.launch.memory_disk.MEMORY_DISK", folder)
-    checkpoints = MemoryCheckpoints()
+    checkpoints = PeerCheckpointSearch()
     plan = checkpoints.plan([0, 1], checkpoints=folder, request=request_)
     assert plan is None
     assert checkpoints.own.begin_attempt(node=0, host="127.0.0.1", plan=plan) == ""
-    assert checkpoints.own.held() is None and not list(folder.iterdir())
+    assert checkpoints.own.inventory() is None and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["no disk", "no lock", "no address"])
@@ -364,7 +364,7 @@ def test_a_node_without_memory_says_so_and_leaves_nothing(
     host = "203.0.113.1" if kind == "no address" else "127.0.0.1"
     for _ in range(2):
         assert memory.begin_attempt(node=1, host=host, plan=plan) == ""
-    assert memory.held() is None and memory.folder == "" and not list(folder.iterdir())
+    assert memory.inventory() is None and memory.folder == "" and not list(folder.iterdir())
     assert capsys.readouterr().err.count("no checkpoints in memory, because node 1 has none: ") == 1
     memory.close()
     world = World(rank=1, world_size=2)
@@ -430,8 +430,8 @@ def test_a_head_that_was_alone_is_reached_by_those_that_come(folder: Path, monke
         (folder / "step-00000003" / "a").write_bytes(b"abc")
         PeerFiles(folder, timeout_seconds=20).send(0, folder / "step-00000003" / "a")
         assert (Path(own) / "step-00000003" / "a").read_bytes() == b"abc"
-        held = memory.held()
-        assert held is not None and held.endpoint.host == host
+        inventory = memory.inventory()
+        assert inventory is not None and inventory.endpoint.host == host
     memory.close()
 
 

@@ -8,11 +8,11 @@ Start with `node_group.py`.
   environment.
 - `attempt_progress.py`: The progress of the ranks of an attempt, from their heartbeats, and the result of the attempt
   on a node.
+- `broken_links.py`: Links between nodes that no longer work: a rank that loses its connection does not know which link
+  it was.
 - `lost_nodes.py`: The files by which the head and the first parameter server tell each other about lost nodes.
 - `member_agent.py`: The agent of a node that is not the head: it runs its part of each attempt, and watches the link to
   the head.
-- `memory_checkpoints.py`: The checkpoints in the memory of all nodes as the head sees them: the newest one that is
-  still complete.
 - `node_counts.py`: The numbers of nodes with which a run may train, and what attempts have taught about them.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
@@ -20,6 +20,8 @@ Start with `node_group.py`.
   nodes.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.
 - `node_stays.py`: `nodes.json` in the run folder: which nodes each attempt had, where they were, and why some left.
+- `peer_checkpoint_search.py`: The checkpoints in the memory of all nodes as the head sees them: the newest one that is
+  still complete.
 - `position_report.py`: The reports of a member about its silent ranks, with which the head finds the rank that the
   others wait for.
 - `stopped_wait.py`: A wait of a member between two attempts, such as for a lost head, that a stop signal ends in order.

@@ -22,6 +22,7 @@ from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE, Fa
 from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
+from paceline.launch.several_nodes.broken_links import BrokenLink, find_broken_links
 from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.launch.several_nodes.node_messages import (
@@ -168,9 +169,20 @@ class MemberAgent:
             failure = failure_from_exception(error, rank=ranks.start)
             code, progress = failure.exit_code, AttemptProgress()
         self._idle_since = time.monotonic()
-        held = self._memory.held()
-        ended = part_ended(start.attempt, exit_code=code, failure=failure, progress=progress, held=held)
+        ended = part_ended(
+            start.attempt,
+            exit_code=code,
+            failure=failure,
+            progress=progress,
+            inventory=self._memory.inventory(),
+            broken_links=self._find_broken_links(start, failure),
+        )
         self._link.send(as_message(ended))
+
+    def _find_broken_links(self, start: StartPart, failure: Failure | None) -> list[BrokenLink]:
+        payload = start.request["payload"]
+        folder, plan = RunFolder(Path(payload["run"])).attempt_folder(start.attempt), payload.get("peer_plan")
+        return [] if plan is None else find_broken_links(folder, failure, own_node=self._node, nodes=plan["nodes"])
 
     def _supervise(self, start: StartPart, ranks: range) -> tuple[int, Failure | None, AttemptProgress]:
         """Return the exit code, the failure and the progress of this node's ranks."""

@@ -21,7 +21,7 @@ from paceline.launch.failures.rank_position import RankPosition, write_remote_po
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
-from paceline.launch.several_nodes.memory_checkpoints import MemoryCheckpoints
+from paceline.launch.several_nodes.broken_links import BrokenLinks
 from paceline.launch.several_nodes.node_counts import NodeCounts
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
@@ -34,6 +34,7 @@ from paceline.launch.several_nodes.node_messages import (
     as_message,
 )
 from paceline.launch.several_nodes.node_stays import NodeStay, NodeStays, describe_ranks
+from paceline.launch.several_nodes.peer_checkpoint_search import PeerCheckpointSearch
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.nodes.finding import format_nodes
 from paceline.nodes.line_channel import LineChannel
@@ -99,7 +100,8 @@ class NodeGroup:
         self.counts = NodeCounts(node_counts)
         self._admission = admission
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
-        self.memory = MemoryCheckpoints()
+        self.memory = PeerCheckpointSearch()
+        self._broken_links = BrokenLinks()
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
@@ -140,6 +142,7 @@ class NodeGroup:
         """
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         self._positions.clear()
+        self._broken_links.clear()
         self._folder = run.attempt_folder(attempt)
         if self._reservation is not None:
             self._reservation.close()
@@ -147,8 +150,7 @@ class NodeGroup:
         self._reservation = reserve_port(address)  # until the next attempt
         port = int(self._reservation.getsockname()[1])
         plan = self.memory.plan(self._active, checkpoints=run.checkpoints, request=request)
-        peer_plan = None if plan is None else plan.as_json()
-        request = {**request, "payload": {**request["payload"], "peer_plan": peer_plan}}
+        request = {**request, "payload": {**request["payload"], "peer_plan": plan and plan.as_json()}}
         folder = self.memory.own.begin_attempt(node=0, host=address, plan=plan)
         part = AttemptPart(ranks=self._ranks(0), address=address, port=port, own_address=address, memory_folder=folder)
         path = part.write_request(run, attempt, request)  # before the members look for the folder
@@ -217,7 +219,8 @@ class NodeGroup:
                     self._lose(node, f"its ranks did not end within {_END_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
         self._workers.has_stopped = True
-        self.memory.record(0, self.memory.own.held())
+        self.memory.record(0, self.memory.own.inventory())
+        self._broken_links.find(self._folder, own.failure, nodes=self._active)
         return self._join(own)
 
     def pending_change(self, *, can_grow: Callable[[], bool] = lambda: False) -> str:
@@ -353,7 +356,8 @@ class NodeGroup:
                 if node in self._leaving and ended.exit_code == ExitCode.INTERRUPTED:
                     self._lose(node, "it was asked twice to stop")
                     return
-                self.memory.record(node, ended.held)
+                self.memory.record(node, ended.inventory)
+                self._broken_links.record(node, ended.broken_links)
                 failure = ended.read_failure(host=self._hosts[node])
                 result = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
                 self._record_end(node, result, silence=0.0)
@@ -440,5 +444,7 @@ class NodeGroup:
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
+        if first is not None and first.kind != LOST_NODE:
+            self._broken_links.print_lines(members=self._members, describe=self._describe)
         code = exit_code({number: part.exit_code for number, part in enumerate(parts)}, first)
         return PartResult(exit_code=code, failure=first, progress=progress)

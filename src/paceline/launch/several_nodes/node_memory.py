@@ -7,20 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.checkpoint.files.peers.memory_server import (
-    CompleteRank,
-    MemoryEndpoint,
-    MemoryServer,
-    complete_ranks,
-    remove_steps,
-)
+from paceline.checkpoint.files.peers.memory_server import MemoryEndpoint, MemoryServer
 from paceline.checkpoint.files.peers.peer_checkpoint import PeerPlan
 from paceline.checkpoint.files.peers.peer_files import write_endpoint
+from paceline.checkpoint.files.peers.peer_folder import CompleteRank, complete_ranks, remove_steps
 from paceline.console.output import print_line
 from paceline.launch.memory_disk import choose_memory_folder, lock_memory_folder, remove_abandoned_memory_folders
 
 
-class HeldCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryInventory(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoints in the memory of a node, after an attempt: the ranks whose files are all there."""
 
     endpoint: MemoryEndpoint
@@ -95,11 +90,11 @@ class NodeMemory:
         if self._lock < 0:
             self._lock = lock_memory_folder(Path(self.folder))
 
-    def held(self) -> HeldCheckpoints | None:
+    def inventory(self) -> MemoryInventory | None:
         """Return what this node has in memory, or None if it has no memory for checkpoints."""
         if self._server is None:
             return None
-        return HeldCheckpoints(endpoint=self._server.endpoint, complete=complete_ranks(Path(self.folder)))
+        return MemoryInventory(endpoint=self._server.endpoint, complete=complete_ranks(Path(self.folder)))
 
     def close(self) -> None:
         """Remove all checkpoints in the memory of this node."""

@@ -1,7 +1,7 @@
 """The messages between the head's agent and the others while a run lasts."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,8 @@ import msgspec
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.rank_position import RankPosition
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress
-from paceline.launch.several_nodes.node_memory import HeldCheckpoints
+from paceline.launch.several_nodes.broken_links import BrokenLink
+from paceline.launch.several_nodes.node_memory import MemoryInventory
 
 
 class StartPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="start"):
@@ -69,7 +70,8 @@ class PartEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="
     progress: AttemptProgress
     failure: dict[str, Any] | None = None
     failure_age_seconds: float = 0.0
-    held: HeldCheckpoints | None = None
+    inventory: MemoryInventory | None = None
+    broken_links: tuple[BrokenLink, ...] = ()
 
     def read_failure(self, *, host: str) -> Failure | None:
         """Return the failure with its time on the clock of this machine.
@@ -92,7 +94,8 @@ def part_ended(
     exit_code: int,
     failure: Failure | None,
     progress: AttemptProgress,
-    held: HeldCheckpoints | None = None,
+    inventory: MemoryInventory | None = None,
+    broken_links: Sequence[BrokenLink] = (),
 ) -> PartEnded:
     """Return the message about the end of a member's part."""
     age_seconds = 0.0
@@ -104,7 +107,8 @@ def part_ended(
         progress=progress,
         failure=None if failure is None else asdict(failure),
         failure_age_seconds=age_seconds,
-        held=held,
+        inventory=inventory,
+        broken_links=tuple(broken_links),
     )
 
 

@@ -8,4 +8,5 @@ Start with `memory_server.py`.
   comes last.
 - `peer_files.py`: Files in the memory of other nodes: a rank writes copies of its own there, and reads those that its
   node lacks.
+- `peer_folder.py`: The folder of a node's checkpoints in memory: which ranks' files are complete in it.
 """

@@ -8,7 +8,6 @@ import hmac
 import os
 import re
 import secrets
-import shutil
 import threading
 from contextlib import suppress
 from http import HTTPStatus
@@ -19,13 +18,11 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from paceline.checkpoint.files.checkpoint_folder import parse_step, step_name
 from paceline.errors import SaveError
 from paceline.filesystem.disk_full import require_free_space
 
 BLOCK_BYTES = 1 << 20
 _PATH = re.compile(r"/(step-[0-9]{8,18})/([A-Za-z0-9_-][A-Za-z0-9._-]{0,200})")
-_ENTRIES = re.compile(r"entries\.rank-([0-9]{4,})-of-([0-9]{4,})\.json")
 _IDLE_SECONDS = 30.0  # a connection over which nothing comes for so long is closed
 _MAX_CONNECTIONS = 256  # at the same time; others are closed, so that files for the agent itself are left
 
@@ -36,29 +33,6 @@ class MemoryEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     token: str
-
-
-def entries_file(rank: int, *, world_size: int) -> str:
-    """Return the name of the file with a rank's part of the manifest. It is the last file that the rank writes."""
-    return f"entries.rank-{rank:04d}-of-{world_size:04d}.json"
-
-
-class CompleteRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank whose files of a step are complete, and the number of ranks that wrote the checkpoint."""
-
-    step: int
-    rank: int
-    world_size: int
-
-
-def complete_ranks(folder: Path) -> list[CompleteRank]:
-    """Return the ranks whose files are complete, for all steps in a memory folder."""
-    found = [(path, _ENTRIES.fullmatch(path.name)) for path in sorted(folder.glob("step-*/entries.*"))]
-    return [
-        CompleteRank(step=parse_step(path.parent), rank=int(match[1]), world_size=int(match[2]))
-        for path, match in found
-        if match is not None
-    ]
 
 
 class MemoryServer:
@@ -208,11 +182,3 @@ class _Handler(BaseHTTPRequestHandler):
     @override
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
-
-
-def remove_steps(folder: Path, *, kept: set[int]) -> None:
-    """Remove the checkpoints of all steps but the `kept` ones from a memory folder."""
-    names = {step_name(step) for step in kept}
-    for path in folder.glob("step-*"):
-        if path.name not in names:
-            shutil.rmtree(path, ignore_errors=True)

@@ -15,8 +15,8 @@ import msgspec
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint, open_checkpoint, step_name
 from paceline.checkpoint.files.manifest import MANIFEST, write_manifest
-from paceline.checkpoint.files.peers.memory_server import entries_file
 from paceline.checkpoint.files.peers.peer_files import PeerFiles
+from paceline.checkpoint.files.peers.peer_folder import entries_file
 from paceline.checkpoint.files.resharding_reader import check_digests
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import parse_json

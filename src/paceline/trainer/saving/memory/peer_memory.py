@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint, step_name
 from paceline.checkpoint.files.memory_slots import WrittenFile, compute_digests
-from paceline.checkpoint.files.peers.memory_server import entries_file, remove_steps
 from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan, open_peer_checkpoint, write_rank_entries
 from paceline.checkpoint.files.peers.peer_files import PeerFiles
+from paceline.checkpoint.files.peers.peer_folder import entries_file, remove_steps
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, MachineError
 from paceline.events import CheckpointRefused, Event

@@ -13,31 +13,31 @@ from paceline.checkpoint.files.peers.peer_checkpoint import NO_STEP, PeerPlan, w
 from paceline.checkpoint.files.peers.peer_files import read_peer_file
 from paceline.console.output import print_line
 from paceline.errors import CheckpointError
-from paceline.launch.several_nodes.node_memory import HeldCheckpoints, NodeMemory
+from paceline.launch.several_nodes.node_memory import MemoryInventory, NodeMemory
 
 _EVERY = "checkpoint.memory_every"
 _READ_SECONDS = 10.0  # for the entries of one rank
 
 
-class MemoryCheckpoints:
+class PeerCheckpointSearch:
     """The checkpoints that each node had in memory after the last attempt. `own` is the memory of the head."""
 
     def __init__(self) -> None:
         self.own = NodeMemory()
-        self._held: dict[int, HeldCheckpoints] = {}
+        self._inventories: dict[int, MemoryInventory] = {}
 
-    def record(self, node: int, held: HeldCheckpoints | None) -> None:
+    def record(self, node: int, inventory: MemoryInventory | None) -> None:
         """Record what a node said."""
-        if held is not None:
-            self._held[node] = held
+        if inventory is not None:
+            self._inventories[node] = inventory
 
     def forget(self, node: int) -> None:
         """Forget the memory of a node that is lost."""
-        self._held.pop(node, None)
+        self._inventories.pop(node, None)
 
     def newest_step(self) -> int:
         """Return the newest step of which all files are in the memory of some nodes; -1 if there is none."""
-        return max((step for step in self._steps() if self._holders(step, nodes=self._held)), default=NO_STEP)
+        return max((step for step in self._steps() if self._holders(step, nodes=self._inventories)), default=NO_STEP)
 
     def plan(self, nodes: Sequence[int], *, checkpoints: Path, request: Mapping[str, Any]) -> PeerPlan | None:
         """Return the plan of the next attempt, on `nodes`, and forget what was before it; None if it uses no memory.
@@ -47,7 +47,7 @@ class MemoryCheckpoints:
         """
         is_used = not request.get("servers") and str(request["payload"].get("settings", {}).get(_EVERY)) != "0"
         plan = self._plan(nodes, newer_than=newest_step(checkpoints)) if is_used else None
-        self._held.clear()
+        self._inventories.clear()
         return plan
 
     def _plan(self, nodes: Sequence[int], *, newer_than: int) -> PeerPlan:
@@ -68,14 +68,14 @@ class MemoryCheckpoints:
         return PeerPlan(nodes=tuple(nodes))
 
     def _steps(self) -> set[int]:
-        return {part.step for held in self._held.values() for part in held.complete}
+        return {part.step for inventory in self._inventories.values() for part in inventory.complete}
 
     def _holders(self, step: int, *, nodes: Iterable[int]) -> Mapping[int, tuple[int, ...]]:
         """Return the nodes that hold the files of each rank; nothing if the files of one rank are nowhere."""
         holders: dict[int, tuple[int, ...]] = {}
         world_sizes = set()
         for node in nodes:
-            for part in self._held[node].complete if node in self._held else ():
+            for part in self._inventories[node].complete if node in self._inventories else ():
                 if part.step == step:
                     holders[part.rank] = (*holders.get(part.rank, ()), node)
                     world_sizes.add(part.world_size)
@@ -93,5 +93,5 @@ class MemoryCheckpoints:
             return file.read_bytes()
         for node in nodes[:-1]:
             with suppress(OSError, ValueError, http.client.HTTPException):
-                return read_peer_file(self._held[node].endpoint, file, timeout_seconds=_READ_SECONDS)
-        return read_peer_file(self._held[nodes[-1]].endpoint, file, timeout_seconds=_READ_SECONDS)
+                return read_peer_file(self._inventories[node].endpoint, file, timeout_seconds=_READ_SECONDS)
+        return read_peer_file(self._inventories[nodes[-1]].endpoint, file, timeout_seconds=_READ_SECONDS)
