@@ -139,9 +139,9 @@ class NodeStart:
         end = self._take_part(place, self._join(place, host_seconds=host_seconds))
         while end.is_head_lost and num_restarts < self._max_restarts:
             place, num_restarts = replace(place, node=end.node), num_restarts + 1
-            print_meeting_line(f"{end.text}; waiting for it (restart {num_restarts} of {self._max_restarts})")
             try:
-                with stop_ends_wait():
+                with stop_ends_wait():  # before the line, after which a user may stop the wait
+                    print_meeting_line(f"{end.text}; waiting for it (restart {num_restarts} of {self._max_restarts})")
                     end = self._come_again(place, end)
             except StoppedWaitError:
                 text = f"{end.text}; asked to stop while waiting for it"
