@@ -110,6 +110,7 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> 
         (("--to", "sagemaker", "--image", "x"), "SageMaker needs role, instance, storage, output"),
         (("--budget", "10"), "--budget needs the price"),
         (("--budget", "10", "--price", "2", "--nodes", "2", "--hours", "3"), "may cost 12.00, and the budget is 10.00"),
+        (("--budget", "10", "--price", "3", "--nodes", "2", "--hours", "2"), "to do: --hours 1.66\n"),
     ],
 )
 def test_what_would_be_refused_is_refused_before_it_is_handed_in(shop: Shop, words: tuple[str, ...], says: str) -> None:

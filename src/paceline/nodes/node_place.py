@@ -14,8 +14,9 @@ from paceline.nodes.slurm_hosts import step_hosts, step_port
 DEFAULT_PORT = 29400
 PLAYED_NODES = "PACELINE_PLAYED_NODES"
 """The variable that says to the command of a node that another command plays all nodes on this machine."""
-_COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")
-_NODES = re.compile(rf"{_COUNTS.pattern}:(?P<host>[^:]+)(:(?P<port>\d+))?")
+COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")
+"""The pattern of one number of nodes, or of the smallest and the largest."""
+_NODES = re.compile(rf"{COUNTS.pattern}:(?P<host>[^:]+)(:(?P<port>\d+))?")
 _FORMS = (
     "it is N or MIN:MAX (`paceline train` plays the nodes on this machine), N:HOST, N:HOST:PORT, MIN:MAX:HOST or "
     "MIN:MAX:HOST:PORT"
@@ -83,7 +84,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         if _is_step(environ):
             return _slurm_place(environ, is_extra_task=is_extra_task)
         return _kubeflow_place(environ) or _sagemaker_place(_SAGEMAKER_FILE)
-    if _COUNTS.fullmatch(nodes):
+    if COUNTS.fullmatch(nodes):
         text = f"--nodes {nodes} can't be read: a host is needed, at which the nodes meet."
         raise UsageError(text, cause=_FORMS, hint=f"--nodes {nodes}:host1")
     match = _NODES.fullmatch(nodes)
@@ -141,7 +142,7 @@ def split_counts(option: str) -> tuple[str, int]:
 
     The numbers are the whole value if it has no host.
     """
-    match = _COUNTS.fullmatch(option) or _NODES.fullmatch(option)
+    match = COUNTS.fullmatch(option) or _NODES.fullmatch(option)
     assert match is not None, option
     return option[: match.end("count")], int(match["count"])
 

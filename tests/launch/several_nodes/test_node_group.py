@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline.checkpoint.files.peers.memory_server import MemoryEndpoint
+from paceline.checkpoint.files.peers.peer_files import write_endpoint
 from paceline.config.settings import Nodes
 from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.failures.rank_position import RankPosition, read_remote_positions
 from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
+from paceline.launch.several_nodes.broken_links import BrokenLink, find_broken_links
 from paceline.launch.several_nodes.node_group import Member, NodeGroup
 from paceline.launch.several_nodes.node_messages import (
     NodeLeaves,
@@ -134,6 +137,49 @@ def test_the_failure_of_a_member_ends_the_others_and_names_its_host(nodes: Nodes
     assert result.failure is not None and result.exit_code == 1
     assert result.failure.summary == "rank 2 on host1 killed by SIGKILL at step 7"
     assert nodes.heard(2)[-1] == {"do": "end_part", "attempt": 1}
+
+
+def test_a_failure_that_the_head_reports_of_another_rank_has_the_host_of_that_rank(
+    nodes: Nodes3, tmp_path: Path
+) -> None:
+    """All ranks compare their weights, and rank 0 says whose copy differs."""
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.say(1, code=1)
+    nodes.say(2, code=1)
+    differs = Failure(rank=4, kind="DesyncError", message="its weights differ", monotonic_ns=1)
+    result = finish(nodes, PartResult(exit_code=1, failure=differs, progress=AttemptProgress()))
+    assert result.failure is not None and result.failure.host == "host2"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_broken_link_is_said_unless_one_of_its_nodes_is_lost(
+    nodes: Nodes3, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_lost: bool
+) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    failure = Failure(rank=2, kind="RuntimeError", message="Connection reset by peer", monotonic_ns=1)
+    links = [BrokenLink(node=2, problem="timed out")]
+    ended = part_ended(1, exit_code=1, failure=failure, progress=AttemptProgress(), broken_links=links)
+    nodes.channels[1].send(as_message(ended))
+    if is_lost:
+        nodes.channels[2].close()
+    else:
+        nodes.say(2, code=1)
+    finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress()))
+    line = "the link between node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5) does not work: timed out"
+    assert (line in capsys.readouterr().err) is not is_lost
+
+
+def test_links_are_tried_only_after_a_lost_connection(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        write_endpoint(tmp_path, 1, MemoryEndpoint(host="127.0.0.1", port=listener.getsockname()[1], token="t"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        write_endpoint(tmp_path, 2, MemoryEndpoint(host="127.0.0.1", port=listener.getsockname()[1], token="t"))
+        lost = Failure(rank=0, kind="RuntimeError", message="Connection reset by peer")
+        found = find_broken_links(tmp_path, lost, own_node=0, nodes=[0, 1, 2, 3])  # node 3 has said nothing
+        assert found == [BrokenLink(node=1, problem="Connection refused")]
+        own = Failure(rank=0, kind="ValueError", message="of the job")
+        assert find_broken_links(tmp_path, own, own_node=0, nodes=[0, 1, 2]) == []
+        assert find_broken_links(tmp_path, None, own_node=0, nodes=[0, 1, 2]) == []
 
 
 def test_a_failure_has_its_time_on_the_clock_of_the_head(nodes: Nodes3, tmp_path: Path) -> None:

@@ -328,12 +328,13 @@ def test_a_node_that_has_waited_keeps_nothing_that_the_plan_does_not_name(
     nodes.close()
 
 
-def test_the_head_asks_each_node_that_has_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dead", [1, 2])
+def test_the_head_asks_each_node_that_has_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
     nodes = Nodes(folder, 4, copies=1, monkeypatch=monkeypatch)
     nodes.write(3)
-    server = nodes.memories[1]._server
+    server = nodes.memories[dead]._server
     assert server is not None
-    server.close()  # node 1 is dead, and nobody has noticed yet; node 2 has a copy
+    server.close()  # the node is dead, and nobody has noticed yet; the next one has a copy
     assert nodes.plan().step == 3
     nodes.close()
 

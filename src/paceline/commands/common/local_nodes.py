@@ -1,7 +1,6 @@
 """Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for each of them."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,9 +18,8 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
-from paceline.nodes.node_place import DEFAULT_PORT, PLAYED_NODES, NodePlace
+from paceline.nodes.node_place import COUNTS, DEFAULT_PORT, PLAYED_NODES, NodePlace
 
-_COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")  # one number, or the smallest and the largest
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
 _RELAY_SECONDS = 5.0  # for the last lines of a node whose command has ended
@@ -33,7 +31,7 @@ def played_place(options: TrainOptions) -> NodePlace | None:
     Raises:
         UsageError: the number is not possible, or another option contradicts it.
     """
-    match = None if options.nodes is None else _COUNTS.fullmatch(options.nodes)
+    match = None if options.nodes is None else COUNTS.fullmatch(options.nodes)
     if match is None:
         return None
     num_nodes = int(match["count"])
