@@ -167,7 +167,8 @@ def test_a_spare_node_waits_for_a_head_that_is_killed_while_it_answers(has_met: 
                 connection.sendall(text)
                 connection.close()
 
-        thread = Thread(target=answer)
+        listener.settimeout(60)
+        thread = Thread(target=answer, daemon=True)
         thread.start()
         place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=listener.getsockname()[1], node=1)
         lines: list[str] = []
@@ -178,10 +179,13 @@ def test_a_spare_node_waits_for_a_head_that_is_killed_while_it_answers(has_met: 
 
 
 def test_a_stranger_at_the_heads_port_is_not_waited_for() -> None:
+    lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = Thread(target=lambda: listener.accept()[0].close())
+        listener.settimeout(60)
+        thread = Thread(target=lambda: listener.accept()[0].close(), daemon=True)
         thread.start()
         place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=listener.getsockname()[1], node=1)
         with pytest.raises(MachineError, match="another program than paceline answers"):
-            join_head(place, wait_seconds=60, waits_for_place=True)
+            join_head(place, wait_seconds=5, waits_for_place=True, report=lines.append)
         thread.join()
+    assert lines == []

@@ -164,7 +164,8 @@ def test_a_broken_link_is_said_unless_one_of_its_nodes_is_lost(
         nodes.channels[2].close()
     else:
         nodes.say(2, code=1)
-    finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress()))
+    error = Failure(rank=0, kind="ValueError", message="of the job", monotonic_ns=1)  # the first failure in any case
+    finish(nodes, PartResult(exit_code=1, failure=error, progress=AttemptProgress()))
     line = "the link between node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5) does not work: timed out"
     assert (line in capsys.readouterr().err) is not is_lost
 
