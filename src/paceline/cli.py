@@ -30,6 +30,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   compare JOB --layouts A B   layouts of a job side by side: time, memory, bytes sent, losses
   report [RUN]        write a run's page
   why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
+  check -- COMMAND    check a training script of any framework: check -- torchrun --nproc-per-node 2 train.py
   doctor [JOB]        check this machine, or all nodes before a run: --nodes 3:host1
   submit JOB          write the file for Slurm, Kubernetes, Ray or SageMaker: --to slurm --nodes 2 --ranks-per-node 8
   ckpt ls|verify|diff|consolidate|prune [RUN]
@@ -39,7 +40,7 @@ train and verify take --compress bf16|fp16|int8|powersgd|topk and --update piped
 takes --update hogwild.
 Every setting has one name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
 `paceline VERB --help` prints a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
-75 stopped and saved (the same command resumes), 130 interrupted (stopped at once)."""
+5 can't be judged, 75 stopped and saved (the same command resumes), 130 interrupted (stopped at once)."""
 
 _ALIASES = {
     "--nproc-per-node": "--ranks",
@@ -105,6 +106,15 @@ def expand_rank_range(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return expanded, settings
 
 
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments at `--` into those of the verb and the command of another program."""
+    words = list(arguments)
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into the options of the verb and the `--dotted.name value` settings."""
     verb_arguments: list[str] = []
@@ -145,7 +155,8 @@ def _run_verb(arguments: list[str]) -> int:
         raise UsageError(
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
-    verb_arguments, settings = split_settings(expand_bare_flag(arguments[1:], "--resume", "newest"))
+    verb_words, command = split_command(arguments[1:])
+    verb_arguments, settings = split_settings(expand_bare_flag(verb_words, "--resume", "newest"))
     if verb == "train":
         verb_arguments, minimum = expand_rank_range(verb_arguments)
         settings += minimum
@@ -159,7 +170,9 @@ def _run_verb(arguments: list[str]) -> int:
     options = _parse_options(verb, option_class, verb_arguments)
     if settings and not row.takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
-    code, value, text = resolve(row.run)(options, settings)
+    if command and not row.takes_command:
+        raise UsageError(f"{verb} takes no command after `--`.", hint=f"paceline {verb} --help")
+    code, value, text = resolve(row.run)(options, command if row.takes_command else settings)
     as_json = getattr(options, "json", False)
     if as_json and (value is not None or text):
         print_line(json.dumps(_plain_value(value), indent=1, default=str))

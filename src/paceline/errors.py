@@ -35,6 +35,7 @@ class ExitCode(IntEnum):
     REFUSED = 2
     MACHINE = 3
     DIFFERENT = 4
+    NOT_JUDGED = 5
     STOPPED = 75
     INTERRUPTED = 130
 

@@ -24,6 +24,7 @@ class Verb:
     options: type | str
     run: str
     takes_settings: bool = False
+    takes_command: bool = False
 
     def option_class(self) -> type:
         """Return the class of the options, which is imported if `options` is its name."""
@@ -251,6 +252,11 @@ VERBS: dict[str, Verb] = {
     "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
     "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
     "why": Verb(options=WhyOptions, run="paceline.commands.why:run_verb"),
+    "check": Verb(
+        options="paceline.script_check.check_command:CheckOptions",
+        run="paceline.script_check.check_command:run_verb",
+        takes_command=True,
+    ),
     "doctor": Verb(options=DoctorOptions, run="paceline.commands.doctor:run_verb"),
     "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:run_verb"),
     "config": Verb(options=ConfigOptions, run="paceline.commands.config:run_verb", takes_settings=True),

@@ -1,0 +1,129 @@
+"""The `check` verb: runs an unmodified training script for a few steps, and says whether it trains as it should."""
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.commands.command_table import VerbOutput
+from paceline.console.formatting import plural
+from paceline.console.output import print_line
+from paceline.errors import ExitCode, UsageError
+from paceline.script_check.judge.script_run import ScriptRun, read_script_run
+from paceline.script_check.judge.verdict import Verdict, judge
+from paceline.script_check.script_process import ScriptEnd, describe_command, run_recorded
+
+_NUM_OUTPUT_LINES = 15  # of the command, shown if it fails
+_EXAMPLE = "paceline check -- torchrun --nproc-per-node 2 train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Check an unmodified training script: `paceline check -- torchrun --nproc-per-node 2 train.py`."""
+
+    steps: int = 8
+    """Number of optimizer steps to record; then the command is ended. 0: until it ends by itself."""
+    out: str | None = None
+    """A folder for the recording, which must be new or empty; default: a temporary one, which is removed."""
+    wait: float = 600.0
+    """Seconds without an optimizer step after which the command is ended."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
+    """Run the verb; `command` is what follows `--`. Return the exit code, the value for `--json`, and the text."""
+    _refuse(options, command)
+    folder = Path(options.out) if options.out else Path(tempfile.mkdtemp(prefix="paceline-check-"))
+    try:
+        verdict, wrappers = check_script(command, options, folder)
+    finally:
+        if not options.out:
+            shutil.rmtree(folder, ignore_errors=True)
+    return verdict.exit_code, verdict, describe_verdict(verdict, command, wrappers)
+
+
+def check_script(command: list[str], options: CheckOptions, folder: Path) -> tuple[Verdict, list[str]]:
+    """Record a command into `folder`, and return the verdict and the classes around the model."""
+    try:
+        end = run_recorded(
+            command,
+            folder=folder,
+            steps=options.steps,
+            wait_seconds=options.wait,
+            environ=os.environ,
+            report=lambda text: print_line(text, sys.stderr),
+        )
+    except OSError as error:
+        raise UsageError(f"{command[0]} can't be started: {error.strerror}.", hint=_EXAMPLE) from None
+    run = read_script_run(folder)
+    if not run.steps:
+        return _nothing_recorded(run, end), []
+    verdict = judge(run)
+    wrappers = sorted({name for step in run.steps for rank in step.ranks for name in rank.wrappers})
+    expected = run.ranks[0].header.world_size
+    if expected != run.world_size and verdict.exit_code == ExitCode.DONE:
+        reason = f"{run.world_size} of {plural(expected, 'rank')} recorded something"
+        verdict = replace(verdict, exit_code=int(ExitCode.NOT_JUDGED), reason=reason)
+    return verdict, wrappers
+
+
+def _refuse(options: CheckOptions, command: list[str]) -> None:
+    """Raise an error if the command is missing, or the folder has something in it."""
+    if not command:
+        raise UsageError("check needs the command of a training after `--`.", hint=_EXAMPLE)
+    if options.steps < 0 or options.wait <= 0:
+        raise UsageError("--steps can't be negative, and --wait must be positive.", hint="--steps 8 --wait 600")
+    if options.out and Path(options.out).exists() and (Path(options.out).is_file() or any(Path(options.out).iterdir())):
+        raise UsageError(f"--out {options.out} is not an empty folder.", hint="--out with a new folder")
+
+
+def _nothing_recorded(run: ScriptRun, end: ScriptEnd) -> Verdict:
+    """Return the verdict on a command of which no optimizer step was recorded, with what it printed last."""
+    lines = end.output.read_text(errors="replace").splitlines()[-_NUM_OUTPUT_LINES:]
+    tail = "\n".join(["", "The last lines of the command:", *(f"  {line}" for line in lines)]) if lines else ""
+    if end.is_out_of_time:
+        reason = "no optimizer made a step in time (--wait)"
+    elif end.exit_code:
+        reason = f"the command ended with exit code {end.exit_code} before an optimizer made a step on all ranks"
+    else:
+        reason = (
+            "the command ended without a step of a torch optimizer on all ranks; weights that are updated by hand, or"
+            " by an optimizer that is no torch.optim.Optimizer, can't be seen"
+        )
+    return Verdict(
+        exit_code=int(ExitCode.NOT_JUDGED),
+        ranks=run.world_size,
+        steps=0,
+        findings=[],
+        sound=[],
+        not_exercised=[],
+        reason=reason + tail,
+    )
+
+
+def describe_verdict(verdict: Verdict, command: list[str], wrappers: list[str]) -> str:
+    """Return the verdict as text for a person."""
+    around = f", {', '.join(wrappers)}" if wrappers else ""
+    lines = [describe_command(command)]
+    if verdict.steps:
+        lines.append(f"{plural(verdict.steps, 'step')} of {plural(verdict.ranks, 'rank')}{around}")
+    for finding in verdict.findings:
+        where = f" ({finding.line})" if finding.line else ""
+        since = f"from step {finding.step} on: " if finding.step else ""
+        lines.append(f"{'note ' if finding.is_note else 'WRONG'}  {since}{finding.text}{where}")
+        if finding.hint:
+            lines.append(f"       to do: {finding.hint}")
+    lines += [f"ok     {text}" for text in verdict.sound]
+    lines += [f"not exercised: {text}" for text in verdict.not_exercised]
+    lines.append(_last_line(verdict))
+    return "\n".join(lines)
+
+
+def _last_line(verdict: Verdict) -> str:
+    if verdict.reason:
+        return f"CAN'T BE JUDGED: {verdict.reason}"
+    count = sum(not finding.is_note for finding in verdict.findings)
+    return f"{plural(count, 'finding')}." if count else "No finding."

@@ -1,0 +1,39 @@
+"""What a recorded run did not exercise, so that a clean verdict says nothing about it."""
+
+from collections.abc import Sequence
+
+from paceline.console.formatting import first_names, plural
+from paceline.script_check.judge.data_findings import has_repeated_samples, has_unequal_counts
+from paceline.script_check.judge.reduction import StepReduction
+from paceline.script_check.judge.reduction_findings import are_powers_of_two, factors
+from paceline.script_check.judge.script_run import ScriptRun
+from paceline.script_check.judge.weight_findings import parameters_without_gradient
+
+
+def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[str]:
+    """Return a sentence about each thing that the run did not exercise."""
+    lines = []
+    steps, several = run.steps, run.world_size > 1
+    if not several:
+        lines.append("one rank: nothing was reduced, and no rank can differ")
+    if several and not reductions:
+        lines.append("the reduction: no own gradient of a rank was seen")
+    if not any(len(passes) > 1 for step in steps for rank in step.ranks for passes in rank.own_gradients.values()):
+        lines.append("accumulation: each step had one backward pass")
+    if not any(rank.draws_random_numbers for step in steps for rank in step.ranks):
+        lines.append("random numbers in the forward: dropout is 0 or absent")
+    if several and not has_unequal_counts(run):
+        lines.append("unequal batches: all ranks had as many samples at every step")
+    if not has_repeated_samples(run):
+        lines.append("the end of an epoch: no sample came again")
+    scales = factors(reductions)
+    if scales and len(scales) == len(reductions) and not are_powers_of_two(scales):
+        lines.append("a constant factor of the gradients: each step multiplies them, as clipping does, which hides it")
+    if len({str([group.get("lr") for group in step.ranks[0].groups]) for step in steps}) == 1:
+        lines.append("the schedule of the learning rate: it was constant")
+    unused = parameters_without_gradient(run)
+    if unused:
+        lines.append(f"{plural(len(unused), 'parameter')} without a gradient: {first_names(unused)}")
+    if any(not step.samples(rank) for step in steps for rank in range(run.world_size)):
+        lines.append("the samples of some steps: the inputs of the model are no tensors with a batch dimension")
+    return lines

@@ -1,0 +1,172 @@
+"""Findings about the reduction of gradients: reduced at all, how, at which backward pass, and for which parameters."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import log2
+
+from paceline.console.formatting import plural
+from paceline.script_check.judge.finding import Finding
+from paceline.script_check.judge.reduction import Reduction, StepReduction, find_reductions
+from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
+
+_WRAP = "wrap the model: DistributedDataParallel(model), and call the wrapper, not model.module"
+_HINTS = {
+    "own": _WRAP,
+    "sum": "divide by the number of ranks; right only if each rank divides its loss by the count of all ranks",
+    "mean-twice": "divide the gradients or the loss by the number of ranks only once",
+    "unequal": "clip after the reduction; or, if ranks have unequal counts, weight each loss by count / mean count",
+    "stale": "optimizer.zero_grad() once in each step",
+    "zero": "look at the loss: is it constant, as a cross entropy over one class, or detached from the model?",
+}
+_TEXTS = {
+    "own": "rank {rank} steps with its own gradient alone: the ranks train apart",
+    "sum": "the optimizer steps with the sum of the ranks' gradients, not with their mean",
+    "mean-twice": "the optimizer steps with the mean of the ranks' gradients divided by {world} once more",
+    "unequal": "the ranks' gradients count with unequal weights {weights}: clipped before the reduction, or weighted by"
+    " counts",
+    "stale": "the gradient of the step before is still in the gradient: it was not set to zero",
+    "zero": "every gradient is zero: nothing is trained",
+}
+
+
+def all_reductions(run: ScriptRun) -> list[StepReduction]:
+    """Return the reductions of all steps, each rank's one after another."""
+    found: list[StepReduction] = []
+    for number in sorted({step.optimizer for step in run.steps}):
+        steps = [step for step in run.steps if step.optimizer == number]
+        for before, step in pairwise([None, *steps]):
+            assert step is not None
+            found += find_reductions(step, before=before)
+    return found
+
+
+def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[Finding]:
+    """Yield the first finding of each kind, and notes about clipping and loss scales."""
+    named: set[str] = set()
+    all_zero = bool(reductions) and all(each.total.kind == "zero" for each in reductions)
+    for each in reductions:
+        finding = _finding(each, world_size=run.world_size, all_zero=all_zero)
+        if finding is not None and finding.name not in named:
+            named.add(finding.name)
+            yield finding
+    yield from _discarded(run)
+
+
+def factors(reductions: Sequence[StepReduction]) -> list[float]:
+    """Return the factors other than 1 by which gradients are multiplied before the step."""
+    return [each.total.factor for each in reductions if each.total.kind == "scaled"]
+
+
+def are_powers_of_two(values: Sequence[float]) -> bool:
+    """Return whether all factors are powers of two, as loss scales are."""
+    return all(value > 0 and abs(log2(value) - round(log2(value))) < 1e-3 for value in values)
+
+
+def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> Finding | None:
+    step, total = reduction.step, reduction.total
+    if total.kind in ("mean", "scaled") or (total.kind == "zero" and not all_zero):
+        return None
+    if world_size == 1 and total.kind not in ("stale", "zero"):
+        return None
+    if total.kind == "passes":
+        return _lost_passes(reduction)
+    if total.kind == "unexplained":
+        return _odd_parameter(reduction)
+    weights = ", ".join(f"{value:.3g}" for value in total.weights[0]) if total.weights else ""
+    text = _TEXTS[total.kind].format(rank=reduction.rank, world=world_size, weights=f"({weights})")
+    return Finding(
+        name=f"gradients-{total.kind}",
+        text=text,
+        step=step.number,
+        line=step.line("backward" if total.kind != "stale" else "step"),
+        hint=_HINTS[total.kind],
+    )
+
+
+def _lost_passes(reduction: StepReduction) -> Finding | None:
+    """Return a finding about backward passes whose gradients do not arrive from the other ranks."""
+    table, rank = reduction.total.weights, reduction.rank
+    others = [row for number, row in enumerate(table) if number != rank]
+    count = len(table[0])
+    lost = [place + 1 for place in range(count) if others and all(abs(row[place]) < 0.01 for row in others)]
+    step = reduction.step
+    if lost and len(lost) < count:
+        which = ", ".join(map(str, lost))
+        return Finding(
+            name="backward-not-reduced",
+            text=f"of {count} backward passes, those of the other ranks numbered {which} never arrive at rank {rank}",
+            step=step.number,
+            line=step.line("backward"),
+            hint="no_sync() around all backward passes of a step but the last one",
+        )
+    shown = "; ".join(f"rank {number}: {', '.join(f'{value:g}' for value in row)}" for number, row in enumerate(table))
+    return Finding(
+        name="passes-unequal",
+        text=f"the backward passes of a step count with unequal weights ({shown})",
+        step=step.number,
+        line=step.line("backward"),
+        hint="divide the loss of each pass by the number of passes, and reduce after the last one",
+    )
+
+
+def _odd_parameter(reduction: StepReduction) -> Finding | None:
+    """Return a finding about the parameters that are reduced otherwise than the others."""
+    odd, usual = reduction.odd_parameters, reduction.usual_kind
+    if usual == "unexplained" or not odd:
+        return _clipped_by_value(reduction)
+    name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
+    how = _describe(first)
+    return Finding(
+        name="parameter-reduced-otherwise",
+        text=f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})",
+        step=reduction.step.number,
+        parameter=name,
+        line=reduction.step.line("backward"),
+        hint="the parameter must be in the wrapped model when it is wrapped, and not ignored by it",
+    )
+
+
+def _describe(reduction: Reduction) -> str:
+    if reduction.kind == "own":
+        return "is not reduced: each rank steps with its own gradient"
+    if reduction.kind == "unexplained":
+        return f"has a gradient that no weighting of the ranks' gradients explains (rest {reduction.residual:.1%})"
+    return f"is reduced by {reduction.kind}"
+
+
+def _clipped_by_value(reduction: StepReduction) -> Finding:
+    """Return a note if all gradients end at the same value, and that the reduction can't be judged otherwise."""
+    step, rank = reduction.step, reduction.rank
+    largest = {step.gradients[rank][name].largest for name in reduction.parameters}
+    if largest and max(largest) - min(largest) <= 1e-6 * max(largest):
+        text = f"gradients are clipped by value, at {max(largest):.3g}; how they are reduced can't be seen then"
+        return Finding(name="clipped-by-value", text=text, step=step.number, line=step.line("step"), is_note=True)
+    return Finding(
+        name="reduction-unexplained",
+        text="the gradients change between the backward and the step in a way that is no weighting of the ranks'",
+        step=step.number,
+        line=step.line("step"),
+        hint="compressed or quantized gradients do that, and so does a hook on a parameter",
+        is_note=True,
+    )
+
+
+def _discarded(run: ScriptRun) -> Iterator[Finding]:
+    """Yield a finding if gradients of a step are set to zero between its backward passes, at every step."""
+    steps = [step for step in run.steps if step.optimizer == 0]
+    if len({step.optimizer for step in run.steps}) > 1 or not steps:
+        return  # with several optimizers, each throws away what the loss of another one gave
+    counts = [max(rank.num_discarded for rank in step.ranks) for step in steps]
+    if all(counts):
+        yield Finding(
+            name="gradients-discarded",
+            text=f"zero_grad() throws away the gradients of {plural(counts[0], 'backward pass')} in"
+            " each step: it is called within the accumulation",
+            step=steps[0].number,
+            line=_first_line(steps),
+            hint="call optimizer.zero_grad() once, after optimizer.step()",
+        )
+
+
+def _first_line(steps: Sequence[ScriptStep]) -> str:
+    return next((step.line("backward") for step in steps if step.line("backward")), "")

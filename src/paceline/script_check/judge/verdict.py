@@ -1,0 +1,105 @@
+"""The verdict on a recorded run: the findings with the causes first, what is sound, and what was not exercised."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from paceline.console.formatting import plural
+from paceline.errors import ExitCode
+from paceline.script_check.judge.coverage import not_exercised
+from paceline.script_check.judge.data_findings import data_findings
+from paceline.script_check.judge.finding import Finding
+from paceline.script_check.judge.reduction import StepReduction
+from paceline.script_check.judge.reduction_findings import (
+    all_reductions,
+    are_powers_of_two,
+    factors,
+    reduction_findings,
+)
+from paceline.script_check.judge.script_run import ScriptRun
+from paceline.script_check.judge.setting_findings import setting_findings
+from paceline.script_check.judge.weight_findings import weight_findings
+
+_CONSEQUENCES = ("weights-differ", "buffers-differ")
+"""Findings that follow from a wrong reduction, and are then left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The verdict; its fields are the keys of `--json`. `exit_code` is 0, 4 (a finding), or 5 (can't be judged)."""
+
+    exit_code: int
+    ranks: int
+    steps: int
+    findings: list[Finding]
+    sound: list[str]
+    not_exercised: list[str]
+    reason: str = ""
+    """Why the run can't be judged."""
+
+
+def judge(run: ScriptRun) -> Verdict:
+    """Return the verdict on a run that has at least one step on all ranks."""
+    reductions = all_reductions(run)
+    found = list(
+        chain(data_findings(run), reduction_findings(run, reductions), weight_findings(run), setting_findings(run))
+    )
+    findings = _without_consequences(found)
+    faults = [finding for finding in findings if not finding.is_note]
+    reason = "" if faults else _reason(run, reductions)
+    code = ExitCode.DIFFERENT if faults else ExitCode.NOT_JUDGED if reason else ExitCode.DONE
+    return Verdict(
+        exit_code=int(code),
+        ranks=run.world_size,
+        steps=run.last_step,
+        findings=sorted(findings, key=lambda finding: finding.is_note),
+        sound=_sound(run, reductions, {finding.name for finding in found}),
+        not_exercised=not_exercised(run, reductions),
+        reason=reason,
+    )
+
+
+def _without_consequences(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out what follows from an earlier wrong reduction."""
+    causes = [
+        finding.step
+        for finding in findings
+        if not finding.is_note and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-"))
+    ]
+    first = min(causes, default=None)
+    return [
+        finding
+        for finding in findings
+        if not (finding.name in _CONSEQUENCES and first is not None and finding.step >= first)
+    ]
+
+
+def _reason(run: ScriptRun, reductions: Sequence[StepReduction]) -> str:
+    """Return why nothing can be said, or ""."""
+    faults = [recording.fault for recording in run.ranks if recording.fault]
+    if faults:
+        return f"the recorder failed: {faults[0]}"
+    if run.world_size > 1 and not reductions:
+        return "no own gradient of a rank was seen: FSDP1, a compiled FSDP2 model, or own gradients of another kind"
+    if run.world_size > 1 and all(each.total.kind == "unexplained" for each in reductions):
+        return "no weighting of the ranks' own gradients explains the gradients of the steps"
+    return ""
+
+
+def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str]) -> list[str]:
+    """Return a sentence about each thing that was judged, and is right."""
+    lines = []
+    kinds = {each.total.kind for each in reductions}
+    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled"}:
+        names = max((len(each.step.judged_names) for each in reductions), default=0)
+        lines.append(f"each rank steps with the mean of all ranks' gradients ({plural(names, 'parameter')})")
+    scales = factors(reductions)
+    if scales:
+        many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
+        why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
+        lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
+    if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
+        lines.append("all ranks have equal weights, before the first step and after each one")
+    if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
+        lines.append("the ranks read different samples")
+    return lines

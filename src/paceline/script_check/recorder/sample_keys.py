@@ -1,0 +1,51 @@
+"""Keys of samples: a 64-bit number for each sample of a batch, equal for equal inputs on any rank and in any order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.script_check.recorder.tensor_print import bits_of, mix_bits, tensors_in
+
+_MASK = "attention_mask"
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
+
+
+def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] | None:
+    """Return a key for each entry of dimension 0 of the inputs; None if the inputs are no batch of data.
+
+    Padding is left out where there is an `attention_mask`. Tensors that need a gradient, and those at the addresses
+    `own_outputs`, come from the models, and are no data.
+    """
+    batch = [
+        tensor
+        for tensor in tensors_in((args, kwargs))
+        if tensor.dim() and not tensor.requires_grad and tensor.data_ptr() not in own_outputs
+    ]
+    if not batch or not batch[0].size(0) or hasattr(batch[0], "placements"):
+        return None
+    mask = _find_mask(kwargs)
+    keys = torch.zeros(batch[0].size(0), dtype=torch.int64, device=batch[0].device)
+    for tensor in batch:
+        if tensor.size(0) == len(keys) and tensor.layout == torch.strided:
+            keys = mix_bits(keys * 31 + _row_sums(tensor, mask).to(keys.device))
+    return [int(key) for key in keys.tolist()]
+
+
+def _find_mask(kwargs: Any) -> Tensor | None:
+    mask = kwargs.get(_MASK) if isinstance(kwargs, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _row_sums(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Return for each row the sum of the mixed bits and places of its elements."""
+    rows = bits_of(tensor).view(len(tensor), -1)
+    if mask is not None and mask.shape == tensor.shape:
+        kept = mask.reshape(rows.shape).to(rows.device) != 0
+        places = kept.long().cumsum(dim=1)
+    else:
+        kept = None
+        places = torch.arange(1, rows.size(1) + 1, device=rows.device).expand_as(rows)
+    mixed = mix_bits(rows * 3 + places * _GOLDEN)
+    return (mixed if kept is None else mixed * kept).sum(dim=1)

@@ -1,0 +1,220 @@
+"""The recorder inside a foreign training process: it writes a line for each step of each optimizer.
+
+It uses the public hooks of torch alone. It changes no tensor, draws no random number and calls no collective: each rank
+writes what it has, and what belongs together is added when it is read.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.script_check.recorder.forward_watch import ForwardWatch
+from paceline.script_check.recorder.live_modules import (
+    find_schedulers,
+    find_trained_modules,
+    unwrap,
+)
+from paceline.script_check.recorder.own_gradients import OwnGradients
+from paceline.script_check.recorder.source_lines import user_line
+from paceline.script_check.recorder.tensor_print import print_tensor
+from paceline.script_check.recording import (
+    FOLDER_VARIABLE,
+    STEPS_VARIABLE,
+    RecorderFault,
+    RecordingHeader,
+    StepLine,
+    TensorPrint,
+    encode_line,
+    recording_file,
+)
+
+_MAX_BUFFER_ELEMENTS = 1 << 20
+_PEER_SECONDS = 30.0  # for the other ranks to reach the last step
+
+
+class _OptimizerRecord:
+    """What is known of one optimizer of the script."""
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.number = number
+        self.step = 0
+        self.modules = find_trained_modules(optimizer)
+        self.schedulers = find_schedulers(optimizer)
+
+    def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """Return the optimizer's parameters with their names; looks again for those that were added."""
+        found = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) not in self.modules.names for p in found):
+            self.modules = find_trained_modules(optimizer)
+        return [(self.modules.names[id(p)], p) for p in found]
+
+
+class ScriptRecorder:
+    """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0."""
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        self._folder = folder
+        self._last_step = last_step
+        self._file: int | None = None
+        self._rank, self._world_size = 0, 1
+        self._is_off = False
+        self._depth = 0  # of nested optimizers: one may call another one inside
+        self._optimizers: dict[int, tuple[Optimizer, _OptimizerRecord]] = {}
+        self._gradients: dict[str, TensorPrint] = {}
+        self._buffers: dict[str, int] = {}
+        self._own_gradients = OwnGradients(guard=self.guard)
+        self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward)
+        register_optimizer_step_pre_hook(self.guard(self._before_step))
+        register_optimizer_step_post_hook(self.guard(self._after_step))
+
+    def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook whose faults end the recording, and never the training."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_off:
+                return None
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+                return None
+
+        return run
+
+    def _give_up(self, fault: str) -> None:
+        self._is_off = True
+        self._forwards.stop()
+        print(f"paceline: the recording has stopped, and the training goes on: {fault}", file=sys.stderr)
+        with contextlib.suppress(Exception):
+            self._write(RecorderFault(fault=fault))
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        self._own_gradients.observe(module)
+        inner = unwrap(module)
+        buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]
+        if inner is module or not buffers:
+            return
+        hook = inner.register_forward_pre_hook(self.guard(lambda *_: read()))  # after the wrapper has sent them
+
+        def read() -> None:
+            hook.remove()
+            with torch.no_grad():
+                self._buffers = {
+                    name: print_tensor(buffer).digest
+                    for name, buffer in buffers
+                    if 0 < buffer.numel() < _MAX_BUFFER_ELEMENTS
+                }
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer, _OptimizerRecord(optimizer, len(self._optimizers))
+            self._write_step(optimizer)
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        if closure is None:
+            self._look_at_gradients(optimizer)
+            return None
+
+        def run_closure() -> Any:
+            result = closure()
+            self.guard(self._look_at_gradients)(optimizer)
+            return result
+
+        return args[:1], {**kwargs, "closure": run_closure}
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
+        scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
+        _, known = self._optimizers[id(optimizer)]
+        self._gradients = {
+            name: print_tensor(p.grad, scale=scale) for name, p in known.parameters(optimizer) if p.grad is not None
+        }
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        _, known = self._optimizers[id(optimizer)]
+        known.step += 1
+        self._write_step(optimizer)
+        if self._last_step and known.step >= self._last_step:
+            self._end_process()
+
+    def _write_step(self, optimizer: Optimizer) -> None:
+        _, known = self._optimizers[id(optimizer)]
+        parameters, own = known.parameters(optimizer), self._own_gradients
+        calls, draws = self._forwards.take() if known.step else ((), False)
+        own_gradients = {name: own.take(p) for name, p in parameters} if known.step else {}
+        self._write(
+            StepLine(
+                step=known.step,
+                optimizer=known.number,
+                optimizer_class=type(optimizer).__name__,
+                groups=tuple(_plain_options(group) for group in optimizer.param_groups),
+                gradients=self._gradients if known.step else {},
+                weights={name: print_tensor(p) for name, p in parameters},
+                own_gradients={name: passes for name, passes in own_gradients.items() if passes},
+                own_eps=own.eps,
+                num_discarded=own.take_discarded() if known.step else 0,
+                calls=calls,
+                buffers=self._buffers,
+                draws_random_numbers=draws,
+                wrappers=known.modules.wrappers,
+                batch_norms=known.modules.batch_norms,
+                sharding=known.modules.sharding,
+                scheduler_steps=tuple(int(scheduler.last_epoch) for scheduler in known.schedulers),
+                lines={"backward": own.line, "step": user_line()},
+            )
+        )
+        self._gradients = {}
+
+    def _write(self, line: StepLine | RecorderFault) -> None:
+        if self._file is None:
+            self._rank, self._world_size = _rank_and_world_size(os.environ)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = recording_file(self._folder, self._rank)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            header = RecordingHeader(
+                rank=self._rank, world_size=self._world_size, argv=tuple(sys.argv), torch=str(torch.__version__)
+            )
+            os.write(self._file, encode_line(header))
+        os.write(self._file, encode_line(line))
+
+    def _end_process(self) -> None:
+        """Wait until all ranks have made their last step, because they may still need this one, and exit."""
+        (self._folder / f"done-{self._rank}").touch()
+        until = time.monotonic() + _PEER_SECONDS
+        while len(list(self._folder.glob("done-*"))) < self._world_size and time.monotonic() < until:
+            time.sleep(0.02)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)
+
+
+def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
+    """Start the recorder of this process as the environment says."""
+    return ScriptRecorder(Path(environ[FOLDER_VARIABLE]), last_step=int(environ.get(STEPS_VARIABLE, "0")))
+
+
+def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that are numbers, such as the learning rate."""
+    options = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    return {name: value for name, value in options.items() if isinstance(value, bool | int | float | tuple)}

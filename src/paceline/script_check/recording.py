@@ -1,0 +1,128 @@
+"""A recording of a training script: a file for each rank, with a line for each step of an optimizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import UsageError
+
+FOLDER_VARIABLE = "PACELINE_SCRIPT_RECORDING"
+STEPS_VARIABLE = "PACELINE_SCRIPT_STEPS"
+
+
+class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
+    """A summary of a tensor, or of the part of it that a rank has.
+
+    The squares of the norms, the projections and the digests of all parts add up to those of the whole tensor. `part`
+    has the start and the length in each dimension; it is None for a whole tensor.
+    """
+
+    numel: int
+    norm: float
+    largest: float
+    projections: tuple[float, ...]
+    digest: int
+    part: tuple[tuple[int, int], ...] | None = None
+
+
+class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A forward pass of the outermost module in training mode. `samples` has a key for each of the first samples."""
+
+    module: str
+    has_parameters: bool
+    samples: tuple[int, ...]
+    num_samples: int
+    line: str
+
+
+class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a file."""
+
+    rank: int
+    world_size: int
+    argv: tuple[str, ...]
+    torch: str
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of one optimizer on one rank. Step 0 has the weights before the first step.
+
+    `own_gradients` has the projections of the gradients that this rank computed itself, for each backward pass.
+    `gradients` are those with which the optimizer stepped. `num_discarded` counts the backward passes of the step whose
+    gradients were set to zero before the step.
+    """
+
+    step: int
+    optimizer: int
+    optimizer_class: str
+    groups: tuple[dict[str, Any], ...]
+    gradients: dict[str, TensorPrint] = {}
+    weights: dict[str, TensorPrint] = {}
+    own_gradients: dict[str, tuple[tuple[float, ...], ...]] = {}
+    own_eps: float = 0.0
+    num_discarded: int = 0
+    calls: tuple[ForwardCall, ...] = ()
+    buffers: dict[str, int] = {}
+    draws_random_numbers: bool = False
+    wrappers: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
+    sharding: str = ""
+    """`fsdp`, `tensor` if weights are split otherwise, or "" if each rank has all of them."""
+    scheduler_steps: tuple[int, ...] = ()
+    """How far each learning rate scheduler of this optimizer is."""
+    lines: dict[str, str] = {}
+    """The user's lines that called `backward` and `step`, as `file:number`."""
+
+
+class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):
+    """The last line of a rank whose recorder has failed."""
+
+    fault: str
+
+
+def encode_line(line: RecordingHeader | StepLine | RecorderFault) -> bytes:
+    """Return a line of a recording; numbers that are not finite are written as Python's `json` reads them."""
+    return json.dumps(msgspec.to_builtins(line)).encode() + b"\n"
+
+
+def recording_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+class RankRecording(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the file of one rank."""
+
+    header: RecordingHeader
+    steps: tuple[StepLine, ...]
+    fault: str
+
+
+def read_rank_recordings(folder: Path) -> list[RankRecording]:
+    """Return the recordings of all ranks, in their order; an incomplete last line is left out.
+
+    Raises:
+        UsageError: a line can't be read.
+    """
+    files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.partition("-")[2]))
+    return [_read_file(file) for file in files]
+
+
+def _read_file(file: Path) -> RankRecording:
+    lines = file.read_bytes().splitlines(keepends=True)
+    steps, fault = list[StepLine](), ""
+    try:
+        header = msgspec.convert(json.loads(lines[0]), RecordingHeader)
+        for line in lines[1:]:
+            if not line.endswith(b"\n"):
+                break
+            value = json.loads(line)
+            if "fault" in value:
+                fault = msgspec.convert(value, RecorderFault).fault
+            else:
+                steps.append(msgspec.convert(value, StepLine))
+    except (ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{file} is not a recording of a script: {error}.", hint="record the script again") from None
+    return RankRecording(header=header, steps=tuple(steps), fault=fault)

@@ -1,0 +1,106 @@
+"""Run a foreign training command with the recorder in it, until its ranks have made enough steps or it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.script_check.recording import FOLDER_VARIABLE, STEPS_VARIABLE
+
+OUTPUT_FILE = "output.log"
+_INJECTED = Path(__file__).parent / "injected"
+_POLL_SECONDS = 0.1
+_END_SECONDS = 5.0  # for a command that was asked to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEnd:
+    """The end of a command. `is_out_of_time`: it was ended, because it made no step for too long."""
+
+    exit_code: int
+    is_out_of_time: bool
+    output: Path
+
+
+def run_recorded(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    steps: int,
+    wait_seconds: float,
+    environ: Mapping[str, str],
+    report: Callable[[str], None],
+) -> ScriptEnd:
+    """Run a command whose Python processes record into `folder`, and end when an optimizer has made `steps` steps.
+
+    What the command prints goes to a file there. If no line is recorded for `wait_seconds`, the command is ended.
+
+    Raises:
+        FileNotFoundError, PermissionError: the command can't be started.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / OUTPUT_FILE
+    path = os.pathsep.join([str(_INJECTED), *filter(None, [environ.get("PYTHONPATH", "")])])
+    own = {FOLDER_VARIABLE: str(folder.resolve()), STEPS_VARIABLE: str(steps), "PYTHONPATH": path}
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            command, env={**environ, **own}, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        is_out_of_time = _wait(process, folder, wait_seconds=wait_seconds, report=report)
+    finally:
+        _end(process)
+    return ScriptEnd(exit_code=process.returncode, is_out_of_time=is_out_of_time, output=output)
+
+
+def _wait(
+    process: "subprocess.Popen[bytes]", folder: Path, *, wait_seconds: float, report: Callable[[str], None]
+) -> bool:
+    """Wait for the end of the command. Return whether nothing was recorded for too long."""
+    size, since, is_recording = -1, time.monotonic(), False
+    while process.poll() is None:
+        files = list(folder.glob("rank-*.jsonl"))
+        if files and not is_recording:
+            is_recording = True
+            report(f"recording, after {time.monotonic() - since:.0f} s")
+        now = sum(file.stat().st_size for file in files)
+        if now != size:
+            size, since = now, time.monotonic()
+        if time.monotonic() - since > wait_seconds:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the command and all processes of its session that are left, and wait for it."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+            if sent == signal.SIGKILL:
+                return
+        if not _is_group_alive(process.pid):
+            return
+
+
+def _is_group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def describe_command(command: Sequence[str]) -> str:
+    """Return the command as a person types it, without the path of this Python."""
+    return " ".join("python" if word == sys.executable else word for word in command)

@@ -1,0 +1,136 @@
+"""Plain training loops of two ranks, each with one fault that a foreign script could have.
+
+`main` runs the loops named in `sys.argv[2:]` one after another, each in a forked process: it records itself into a
+folder of its name in `sys.argv[1]`, and the digest of its last weights is written beside the recording. A loop whose
+name begins with `PLAIN` is not recorded.
+"""
+
+import hashlib
+import os
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it, for a second in each process
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from paceline.script_check.recorder.script_recorder import start_recorder
+from paceline.script_check.recording import FOLDER_VARIABLE
+
+BATCH, CLASSES = 4, 3
+PLAIN = "plain: "
+
+
+class Net(nn.Module):
+    def __init__(self, *, has_batch_norm: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16) if has_batch_norm else nn.LayerNorm(16)
+        self.dropout = nn.Dropout(0.1)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+def wrap(model: nn.Module, fault: str) -> nn.Module:
+    if fault.startswith("fsdp"):
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = {"mp_policy": half} if fault == "fsdp in bfloat16" else {}
+        for part in (model.first, model):
+            fully_shard(part, **policy)
+        if fault == "fsdp without initial values":
+            for p in model.parameters():
+                p.detach().to_local().fill_(1e20)
+        return model
+    if fault in ("not wrapped", "other start weights", "reduced to the sum"):
+        return model
+    if fault == "an ignored parameter":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
+    return DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
+
+
+def reduce_by_hand(model: nn.Module, fault: str) -> None:
+    if fault == "reduced to the sum":
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    if fault == "divided twice":
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+    if fault == "clipped by value":
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    if fault == "clipped":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def train(fault: str) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank if fault == "other start weights" else 0)
+    model = Net(has_batch_norm="buffers" in fault)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randint(0, CLASSES, (64,)))
+    wrapped = wrap(model, fault)
+    sampler = DistributedSampler(data, num_replicas=1 if fault == "the same samples" else world_size, rank=0 if fault == "the same samples" else rank)  # fmt: skip
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.0 if fault == "no learning rate" else 1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    num_passes = 2 if fault in ("accumulation", "no_sync at the wrong pass", "zero_grad at each pass") else 1
+    scaler = torch.amp.GradScaler("cpu", enabled=fault == "a loss scale")
+    torch.manual_seed(rank)
+    for number, (x, y) in enumerate(DataLoader(data, batch_size=BATCH, sampler=sampler)):
+        is_last = (number + 1) % num_passes == 0
+        skips = is_last if fault == "no_sync at the wrong pass" else not is_last
+        with wrapped.no_sync() if skips and num_passes > 1 else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=fault in ("a loss scale", "autocast")):
+                output = wrapped.module(x) if fault == "the inner module is called" else wrapped(x)
+                loss = F.cross_entropy(output, y) / num_passes
+            if fault == "a constant loss":
+                loss = loss * 0
+            if fault == "zero_grad at each pass":
+                optimizer.zero_grad()
+            scaler.scale(loss).backward()
+        reduce_by_hand(wrapped, fault)
+        if is_last:
+            scaler.step(optimizer)
+            scaler.update()
+            for _ in range(world_size if fault == "a fast schedule" else 1):
+                scheduler.step()
+            if fault == "another learning rate":
+                optimizer.param_groups[0]["lr"] *= 1 + rank
+            if fault != "no zero_grad":
+                optimizer.zero_grad()
+    digest = hashlib.sha256()
+    for p in wrapped.parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        digest.update(whole.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run_loop(name: str, folder: Path) -> None:
+    """Train in a process of its own, because the recorder has hooks on all modules and optimizers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not name.startswith(PLAIN):
+        start_recorder({**os.environ, FOLDER_VARIABLE: str(folder)})
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    digest = train(name.removeprefix(PLAIN))
+    (folder / f"digest-{rank}").write_text(digest)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        pid = os.fork()
+        if pid == 0:
+            run_loop(name, Path(sys.argv[1]) / name)
+            return
+        assert os.waitpid(pid, 0)[1] == 0, name
