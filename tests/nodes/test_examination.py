@@ -139,8 +139,13 @@ def test_strangers_do_not_hold_up_the_others_and_who_is_missing_is_named(tmp_pat
 
 
 def test_while_it_waits_it_says_who_is_here(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.nodes.node_meeting._REPORT_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.nodes.examination._FIRST_REPORT_SECONDS", 0.2)
     two.examine(wait_seconds=1)
+    assert two.lines and two.lines[0].startswith("1 of 2 nodes are here: the head; missing: node 1; waiting for ")
+
+
+def test_the_first_word_of_a_wait_comes_within_a_second(two: Nodes) -> None:
+    two.examine(wait_seconds=0.9)
     assert two.lines and two.lines[0].startswith("1 of 2 nodes are here: the head; missing: node 1; waiting for ")
 
 

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ import tyro
 from paceline.commands.command_table import VerbOutput
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.job_reference import short_name
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.parse_auto_layout import is_auto
 from paceline.console.formatting import did_you_mean, plural
 from paceline.console.output import print_line
@@ -208,7 +210,7 @@ def _check_on_nodes(num_nodes: int, options: SubmitOptions, settings: list[str])
         ranks=options.ranks_per_node if is_alone else None,
         ranks_per_node=options.ranks_per_node,
     )
-    make_task("train", options.job, common, [word.replace(TASK, "1") for word in settings])
+    make_task("train", options.job, common, _as_first_task(settings))
 
 
 def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
@@ -227,7 +229,18 @@ def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
         hours=options.hours,
         uses_gpus=options.device != "cpu",
         image=options.image,
+        own_settings=frozenset(_requested_settings(options, settings)),
     )
+
+
+def _requested_settings(options: SubmitOptions, settings: list[str]) -> Mapping[str, object]:
+    """Return the settings of the command line and of the file, by their names."""
+    return read_requested_settings(file=options.config, overrides=_as_first_task(settings)).values
+
+
+def _as_first_task(settings: list[str]) -> list[str]:
+    """Return the settings with the number of the first task of an array in its place."""
+    return [word.replace(TASK, "1") for word in settings]
 
 
 def _make_file(options: SubmitOptions, submission: Submission) -> tuple[SubmissionFile, list[str]]:

@@ -4,6 +4,7 @@ The head asks the members for their facts, for their clock, to open a link serve
 and to end. Links are tested in rounds of disjoint pairs, so that no stream slows another one down.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
 
 _NUM_CLOCK_READINGS = 5
 _STREAM_SECONDS = 0.2
+_FIRST_REPORT_SECONDS = 0.5  # the user should read within a second why the command waits
 _SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
 END, RUN = "end", "run"  # messages that are no question: the node may end, or the run begins
@@ -85,7 +87,7 @@ def examine_nodes(
     report: Callable[[str], None],
 ) -> Examination:
     """Examine all nodes as the head: wait for them, compare them, test their links, and end them with one exit code."""
-    seats, findings = reception.wait(wait_seconds=wait_seconds, report=report)
+    seats, findings = reception.wait(wait_seconds=wait_seconds, report=report, report_seconds=_FIRST_REPORT_SECONDS)
     channels = [arrival.channel for arrival in seats.values()]
     try:
         examination = examine_seats(
@@ -136,14 +138,29 @@ def examine_seats(
 
 
 def take_part(
-    place: NodePlace, *, read_facts: Callable[[], MachineFacts], run_folder: Path, wait_seconds: float
+    place: NodePlace,
+    *,
+    read_facts: Callable[[], MachineFacts],
+    run_folder: Path,
+    wait_seconds: float,
+    host_seconds: float = math.inf,
+    report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Do what the head asks, as a member. Return its last message: `node`, `exit_code` and `text`.
+
+    A head whose name has no address is given up after `host_seconds`. `report` gets a line if the head can't be reached
+    within a second.
 
     Raises:
         MachineError: the head can't be reached, refuses this node, or has ended.
     """
-    channel = join_head(place, wait_seconds=wait_seconds)
+    channel = join_head(
+        place,
+        wait_seconds=wait_seconds,
+        host_seconds=host_seconds,
+        report_seconds=_FIRST_REPORT_SECONDS,
+        report=report,
+    )
     try:
         end = answer_head(channel, place, read_facts=read_facts, run_folder=run_folder)
         return {"node": end["node"], "exit_code": int(end["exit_code"]), "text": str(end["text"])}
