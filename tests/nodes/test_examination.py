@@ -404,3 +404,15 @@ def test_a_stranger_at_the_port_of_the_head_is_named(tmp_path: Path) -> None:
             [*command, "--node", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
         )
     assert head.returncode == 3 and "can't listen on port" in head.stderr and "ss -ltnp" in head.stderr, head.stderr
+
+
+def test_the_output_of_the_doctor_says_where_the_nodes_meet(tmp_path: Path) -> None:
+    place = f"2:127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "paceline", "doctor", "--nodes", place]
+    with subprocess.Popen([*command, "--node", "1"], cwd=tmp_path, stdout=subprocess.DEVNULL) as member:
+        head = subprocess.run(
+            [*command, "--node", "0", "--json"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        )
+        member.wait(timeout=60)
+    found = json.loads(head.stdout)
+    assert f"{found['num_nodes']}:{found['head']}" == place, head.stderr

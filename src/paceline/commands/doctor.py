@@ -69,7 +69,7 @@ def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float)
         )
     finally:
         reception.close()
-    return _result(examination, seconds=time.monotonic() - start_time)
+    return _result(examination, head=place.head, seconds=time.monotonic() - start_time)
 
 
 @contextmanager
@@ -93,8 +93,9 @@ def _read_facts(options: DoctorOptions, code: Mapping[str, Path], *, head_host: 
     return read_machine_facts(head_host=head_host, run_folder=Path(options.run_dir), code=code, data=data)
 
 
-def _result(examination: Examination, *, seconds: float) -> VerbOutput:
-    return examination.exit_code, _as_json(examination, seconds), _as_text(examination, seconds)
+def _result(examination: Examination, *, seconds: float, head: str = "") -> VerbOutput:
+    value = {**_as_json(examination, seconds), "head": head}
+    return examination.exit_code, value, _as_text(examination, seconds)
 
 
 def _as_json(examination: Examination, seconds: float) -> dict[str, object]:

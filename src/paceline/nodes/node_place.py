@@ -50,8 +50,12 @@ class NodePlace:
         """The place as a value of `--nodes`; without a host if one command plays all nodes."""
         if self.is_played:
             return self.counts
-        port = "" if self.port == DEFAULT_PORT else f":{self.port}"
-        return f"{self.counts}:{self.head_host}{port}"
+        return f"{self.counts}:{self.head}"
+
+    @property
+    def head(self) -> str:
+        """The host of node 0, and the port if it is not the usual one, as a part of `--nodes`."""
+        return self.head_host if self.port == DEFAULT_PORT else f"{self.head_host}:{self.port}"
 
     @property
     def counts(self) -> str:

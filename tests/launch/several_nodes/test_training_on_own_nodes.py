@@ -197,6 +197,14 @@ def test_an_interface_that_a_node_does_not_have_ends_all_before_anything_starts(
     assert not (shop.path / "many/logs").exists()
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_run_to_resume_that_is_not_there_is_said_before_the_nodes_meet(shop: Shop, node: int) -> None:
+    nodes = nodes_of(shop, "many", "--resume", "runs/nowhere", "--nodes.wait", "100")
+    nodes.start(node)
+    end = nodes.end(node, timeout=80)
+    assert end.code == 2 and end.err.startswith("error: there is no run runs/nowhere."), end.screen
+
+
 def test_each_node_may_have_another_working_folder(shop: Shop) -> None:
     """The job and the run folder are then given by absolute paths."""
     nodes = nodes_of(shop, str(shop.path / "many"))
