@@ -109,7 +109,7 @@ def test_a_setting_of_the_user_replaces_the_one_of_the_scheduler(
     [
         (("--to", "slrum"), "did you mean 'slurm'"),
         (("--to", "k8s"), "needs a container image"),
-        (("--nodes", "0"), "--nodes 0 must be positive"),
+        (("--nodes", "0"), "--nodes 0 must be a number of machines, 1 or more.\n  to do: --nodes 1\n"),
         (("--array", "1-"), "--array 1- can't be read"),
         (("--array", "1-3", "--follow"), "--follow is for one job of Slurm or Kubernetes"),
         (("--device", "gpu"), "--device gpu"),

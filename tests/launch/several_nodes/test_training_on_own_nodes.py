@@ -289,7 +289,7 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "2"), "--ranks-per-node, the number of processes on each machine"),
+        (("--ranks", "2"), "--ranks-per-node 1, the number of processes on each machine"),
         (("--layout", "threads"), "layout threads is one process"),
         (("--update", "hogwild"), "its workers share the memory of one machine"),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),

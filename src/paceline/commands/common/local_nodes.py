@@ -18,7 +18,7 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
-from paceline.nodes.node_place import COUNTS, DEFAULT_PORT, PLAYED_NODES, NodePlace
+from paceline.nodes.node_place import COUNTS, COUNTS_RULE, DEFAULT_PORT, PLAYED_NODES, NodePlace, possible_counts
 
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
@@ -36,15 +36,17 @@ def played_place(options: TrainOptions) -> NodePlace | None:
         return None
     num_nodes = int(match["count"])
     least_nodes = int(match["least"] or num_nodes)
-    if not 1 < num_nodes <= _MAX_NODES:
-        hint = f"--nodes 2 plays 2 of them, at most {_MAX_NODES}; --nodes {num_nodes}:HOST needs a machine for each"
-        raise UsageError(f"--nodes {options.nodes} plays nodes on this machine.", hint=hint)
     if not 1 <= least_nodes <= num_nodes:
-        text = f"--nodes {options.nodes}: there must be at least one node, and the smaller number comes first."
-        smaller, larger = sorted((max(1, least_nodes), num_nodes))
-        raise UsageError(text, hint=f"--nodes {smaller}:{larger}")
+        raise UsageError(f"--nodes {options.nodes}: {COUNTS_RULE}.", hint=f"--nodes {possible_counts(options.nodes)}")
+    if num_nodes == 1:
+        hint = "--nodes 2 plays two; without --nodes, this machine trains alone"
+        raise UsageError(f"--nodes {options.nodes} plays nodes on this machine, at least two.", hint=hint)
+    if num_nodes > _MAX_NODES:
+        text = f"--nodes {options.nodes} plays nodes on this machine, at most {_MAX_NODES}."
+        raise UsageError(text, hint=f"--nodes {_MAX_NODES}; --nodes {options.nodes}:HOST needs a machine for each")
     if options.node is not None:
-        raise UsageError("--node needs the host of node 0.", hint=f"--nodes {num_nodes}:HOST --node {options.node}")
+        count = max(num_nodes, options.node + 1)
+        raise UsageError("--node needs the host of node 0.", hint=f"--nodes {count}:HOST --node {options.node}")
     return NodePlace(
         num_nodes=num_nodes, least_nodes=least_nodes, head_host=_LOOPBACK, port=DEFAULT_PORT, node=0, is_played=True
     )

@@ -12,7 +12,6 @@ from paceline.planner.hardware.cluster import Cluster, Link
 from paceline.planner.hardware.given_link import EXAMPLE, GivenLink, read_given_link
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 
-
 EXAMPLE_HEAD = "host1"
 
 
