@@ -93,6 +93,17 @@ def test_a_name_that_leads_elsewhere_is_a_note_because_paceline_train_repairs_it
     assert finding.hint.startswith("export GLOO_SOCKET_IFNAME=eth0")
 
 
+def test_a_name_that_leads_elsewhere_is_said_once_for_all_nodes() -> None:
+    own = [Interface(name=name, address=f"10.0.0.{node + 1}", mtu=1500) for node, name in enumerate(("eth0", "ens5"))]
+    found = judge_facts(
+        {node: machine(node, host_address="127.0.1.1", interfaces=(own[node],)) for node in range(2)}
+    )  # the interface that leads to the others has another name on each node
+    (finding,) = found
+    assert finding.is_note and finding.what.startswith("nodes 0, 1: its own name resolves to 127.0.1.1; gloo would")
+    assert finding.hint.startswith("on node 0: export GLOO_SOCKET_IFNAME=eth0 (")
+    assert "; on node 1: export GLOO_SOCKET_IFNAME=ens5 (" in finding.hint
+
+
 def test_another_vector_unit_is_a_note_unless_the_user_has_chosen_the_kernels() -> None:
     (note,) = judge_facts({0: machine(0), 1: machine(1, vector_unit="AVX2")})
     assert note.is_note and note.what == "vector unit differs: AVX-512 on node 0, AVX2 on node 1"

@@ -17,6 +17,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     is_note: bool = False
     refusal_code: int = 0
     """The exit code with which a training refuses to start because of it; 0 if it only warns."""
+    kind: str = ""
+    """The kind of trouble, equal for all machines that have it; empty if the nodes differ in something."""
 
 
 def format_nodes(numbers: Sequence[int]) -> str:
