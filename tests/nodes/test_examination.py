@@ -363,6 +363,13 @@ def test_less_than_half_of_the_nodes_and_never_the_head_are_excluded(
     assert Examination(facts=facts, findings=notes, num_nodes=num_nodes).exit_code == 0
 
 
+def test_a_host_name_that_a_sound_node_has_too_is_not_excluded() -> None:
+    facts = {node: machine(node, host="ip-10") for node in range(3)}
+    blame = (Finding(what="", hint="", nodes=(1,)),)
+    found = Examination(facts=facts, findings=blame, num_nodes=3)
+    assert found.excluded_hosts == [] and found.host_names[1] == "ip-10 at 10.0.0.2"
+
+
 def test_one_machine_alone(shop: Shop) -> None:
     ended = shop.run("doctor", "job.py")
     assert ended.out.startswith("this machine: ") and ended.code == (3 if "WRONG" in ended.out else 0), ended.text

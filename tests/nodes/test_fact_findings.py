@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.nodes.fact_findings import judge_facts
+from paceline.nodes.finding import distinct_hosts
 from paceline.nodes.machine_facts import MachineFacts
 from paceline.nodes.network_interfaces import Interface
 
@@ -174,3 +175,16 @@ def test_values_that_differ_in_the_same_way_are_one_finding() -> None:
     )
     assert finding.what.startswith("torch differs") and "and 26 more" in finding.what
     assert note.is_note and note.what.startswith("absl-py differs")
+
+
+def test_machines_with_one_host_name_are_told_apart_by_their_address() -> None:
+    (finding,) = judge_facts(
+        {node: machine(node, host="ip-10", free_disk=(9 - 8 * (node == 1)) << 29) for node in range(3)}
+    )
+    assert finding.what.startswith("node 1 (ip-10 at 10.0.0.2): "), finding.what
+    assert distinct_hosts({0: "a", 1: "a"}, {0: "127.0.0.1", 1: "127.0.0.1"}) == {0: "a", 1: "a"}, "one machine"
+    assert distinct_hosts({0: "a", 1: "a", 2: "b"}, {1: "10.0.0.2", 2: "10.0.0.3"}) == {
+        0: "a",
+        1: "a at 10.0.0.2",
+        2: "b",
+    }

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.errors import ExitCode, MachineError
 from paceline.nodes.fact_findings import judge_facts
-from paceline.nodes.finding import Finding, format_nodes
+from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
 from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
@@ -50,6 +50,11 @@ class Examination:
         return [finding for finding in self.findings if not finding.is_note]
 
     @property
+    def host_names(self) -> dict[int, str]:
+        """The host of each node, with its address if another node has the same host name."""
+        return _host_names(self.facts)
+
+    @property
     def exit_code(self) -> int:
         """3 if something is wrong, else 0."""
         return int(ExitCode.MACHINE if self.problems else ExitCode.DONE)
@@ -67,7 +72,9 @@ class Examination:
         """The hosts to leave out: those that a finding blames, if they are less than half, and not the head."""
         blamed = {node for finding in self.problems for node in finding.nodes if node in self.facts}
         is_possible = 0 not in blamed and 2 * len(blamed) < self.num_nodes
-        return [self.facts[node].host for node in sorted(blamed)] if is_possible else []
+        sound_hosts = {machine.host for node, machine in self.facts.items() if node not in blamed}
+        hosts = dict.fromkeys(self.facts[node].host for node in sorted(blamed))
+        return [host for host in hosts if host not in sound_hosts] if is_possible else []
 
 
 def examine_machine(facts: MachineFacts, *, run_folder: Path) -> Examination:
@@ -128,7 +135,7 @@ def examine_seats(
         found = [*findings, *head.check_run_folder(run_folder, probe)]
         left = {node: machine for node, machine in head.facts.items() if node == 0 or node in head.channels}
         links = [link for link in links if link.source in left and link.target in left]
-        found += judge_links(links, {node: machine.host for node, machine in left.items()})
+        found += judge_links(links, _host_names(left))
         found += judge_facts(head.facts, skews=skews)
         found += head.lost_members
         return Examination(facts=head.facts, links=tuple(links), findings=tuple(found), num_nodes=num_nodes)
@@ -239,7 +246,10 @@ class _Head:
     def __init__(self, seats: Mapping[int, Arrival], facts: MachineFacts) -> None:
         self.channels: dict[int, LineChannel] = {node: arrival.channel for node, arrival in seats.items()}
         self.lost_members: list[Finding] = []
-        self._hosts = {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}}
+        self._hosts = distinct_hosts(
+            {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}},
+            {node: arrival.channel.peer_address for node, arrival in seats.items()},
+        )
         self._stream_seconds = 0.0
         self._servers: list[LinkServer] = []
         first = next(iter(self.channels.values()), None)
@@ -370,6 +380,14 @@ class _Head:
     def _lose(self, node: int, finding: Finding) -> None:
         self.channels.pop(node).close()
         self.lost_members.append(finding)
+
+
+def _host_names(facts: Mapping[int, MachineFacts]) -> dict[int, str]:
+    """Return the host of each node, with its address if another node has the same host name."""
+    return distinct_hosts(
+        {node: machine.host for node, machine in facts.items()},
+        {node: machine.address for node, machine in facts.items()},
+    )
 
 
 def _write_findings(problems: Mapping[int, str], hosts: Mapping[int, str], folder: Path) -> list[Finding]:

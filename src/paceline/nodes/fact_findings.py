@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.console.formatting import first_names, format_size
 from paceline.errors import ExitCode
-from paceline.nodes.finding import Finding, format_nodes
+from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
 from paceline.nodes.machine_facts import MISSING, UNREADABLE, MachineFacts
 
 Facts = Mapping[int, MachineFacts]
@@ -101,6 +101,10 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
     found = [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
     ahead = {node: (skews or {}).get(node, 0.0) for node in facts}
     usual = median_low(ahead.values())
+    hosts = distinct_hosts(
+        {node: machine.host for node, machine in facts.items()},
+        {node: machine.address for node, machine in facts.items()},
+    )
     groups: dict[tuple[str, str], dict[int, _Problem]] = {}  # by kind and hint; notes by kind alone
     for node, machine in facts.items():
         for problem in _problems_of_machine(machine, skew=ahead[node] - usual, is_alone=len(facts) == 1):
@@ -108,7 +112,7 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
     for (kind, _), problems in groups.items():
         nodes = list(problems)
         name = "this machine" if len(facts) == 1 else format_nodes(nodes)
-        host = f" ({facts[nodes[0]].host})" if len(nodes) == 1 else ""
+        host = f" ({hosts[nodes[0]]})" if len(nodes) == 1 else ""
         worst = max(problems.values(), key=lambda problem: problem.badness)
         what = f"{name}{host}: {worst.what}"
         code = int(ExitCode.MACHINE) if worst.prevents_training else 0

@@ -29,6 +29,7 @@ from paceline.launch.several_nodes.node_messages import (
     as_message,
     part_ended,
 )
+from paceline.launch.several_nodes.node_stays import lost_node_lines, read_node_stays
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -215,6 +216,32 @@ def test_a_node_whose_agent_ends_is_lost_and_the_run_can_be_started_again(nodes:
     assert result.exit_code == 75 and result.failure is not None and result.failure.kind == LOST_NODE
     expected = "node 1 (host1, ranks 2-3) is gone: its agent has ended, or the connection to it was lost; last step 9"
     assert result.failure.summary == expected
+
+
+class NodesOfOneName(Nodes3):
+    """Members whose machines have the same host name."""
+
+    def member(self, node: int) -> Member:
+        link = super().member(node).link
+        link.channel.peer_address = f"10.0.0.{node + 1}"
+        return Member(host="ip-10", link=link)
+
+
+def test_nodes_with_one_host_name_are_told_apart_by_their_address(tmp_path: Path) -> None:
+    nodes = NodesOfOneName()
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    failure = Failure(rank=4, kind="RuntimeError", message="no", screen="no", exit_code=1)
+    nodes.say(2, code=1, failure=failure)
+    wait_until(nodes.group.has_failed)
+    assert nodes.group._results[2].failure.rank_name == "rank 4 on ip-10 at 10.0.0.3"  # type: ignore[union-attr]
+    nodes.channels[1].close()
+    wait_until(lambda: nodes.group.has_failed() and 1 in nodes.group._results)
+    lost = nodes.group._results[1].failure
+    assert lost is not None and lost.message.startswith("node 1 (ip-10 at 10.0.0.2, ranks 2-3) is gone"), lost
+    (line,) = lost_node_lines(tmp_path, 1)
+    assert line.startswith("node 1 (ip-10 at 10.0.0.2, ranks 2-3) left at")
+    assert [stay.host for stay in read_node_stays(tmp_path)[0].nodes] == ["host0", "ip-10", "ip-10"]
+    nodes.close()
 
 
 def test_a_silent_node_is_named_and_is_lost_after_the_patience(

@@ -138,9 +138,10 @@ class NodeAdmission:
             new_findings = self._new_findings(examination)
         for finding in new_findings:
             print_meeting_line(f"{'note' if finding.is_note else 'warning'}: {finding.what} ({finding.hint})")
+        head = examination.host_names[0]
         for node, arrival in seats.items():
             with suppress(OSError):  # the link then says that the node is lost
-                arrival.channel.send({"do": RUN, "node": node, "head": self._facts.host})
+                arrival.channel.send({"do": RUN, "node": node, "head": head})
         return {node: Member(host=seat.hello.host, link=NodeLink(seat.channel)) for node, seat in seats.items()}
 
     def _new_findings(self, examination: Examination) -> list[Finding]:

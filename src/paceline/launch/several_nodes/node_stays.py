@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.nodes.finding import distinct_hosts
+from paceline.nodes.line_channel import LineChannel
 
 NODES_FILE = "nodes.json"
 
@@ -35,11 +37,6 @@ class NodeStay(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             node=node, host=host, address=address, first_rank=ranks.start, num_ranks=len(ranks), since=_utc_now()
         )
-
-    @property
-    def name(self) -> str:
-        """The node with its host and ranks, such as "node 1 (host2, ranks 8-15)"."""
-        return f"node {self.node} ({self.host}, {describe_ranks(self.ranks)})"
 
     @property
     def ranks(self) -> range:
@@ -98,13 +95,32 @@ def read_node_stays(run: Path) -> list[AttemptNodes]:
 def lost_node_lines(run: Path, attempt: int) -> list[str]:
     """Return a line about each node that left an attempt, and whether another one has taken its place."""
     nodes = [stay for each in read_node_stays(run) if each.attempt == attempt for stay in each.nodes]
+    places = range(len(nodes))
+    hosts = distinct_hosts({at: nodes[at].host for at in places}, {at: nodes[at].address for at in places})
+    names = [f"node {nodes[at].node} ({hosts[at]}, {describe_ranks(nodes[at].ranks)})" for at in places]
     lines = []
-    for position, stay in enumerate(nodes):
-        later = [other for other in nodes[position + 1 :] if other.node == stay.node]
-        again = f"; in its place since {later[0].since}: {later[0].name}" if later else ""
+    for at, stay in enumerate(nodes):
+        later = next((other for other in places[at + 1 :] if nodes[other].node == stay.node), None)
+        again = "" if later is None else f"; in its place since {nodes[later].since}: {names[later]}"
         if stay.left_at:
-            lines.append(f"{stay.name} left at {stay.left_at}: {stay.reason}{again}")
+            lines.append(f"{names[at]} left at {stay.left_at}: {stay.reason}{again}")
     return lines
+
+
+class NodeNames:
+    """The names of the nodes of a run in messages: the host of each, with its address where others have that host."""
+
+    def __init__(self, own_host: str, own_address: str) -> None:
+        self.hosts: dict[int, str] = {0: own_host}
+        self._addresses: dict[int, str] = {0: own_address}
+
+    def add(self, node: int, host: str, channel: LineChannel) -> None:
+        """Add a node, or the one that has taken its place. `channel` leads to it."""
+        self.hosts[node], self._addresses[node] = host, channel.peer_address
+        self._addresses[0] = self._addresses[0] or channel.own_address
+
+    def __getitem__(self, node: int) -> str:
+        return distinct_hosts(self.hosts, self._addresses)[node]
 
 
 def describe_ranks(ranks: range) -> str:
