@@ -25,7 +25,7 @@ from paceline.commands.common.execution import (
     read_result,
 )
 from paceline.commands.common.hf_config_as_job import config_as_job, is_hf_config
-from paceline.commands.common.nodes_like_this import EXAMPLE_HEAD, NodesLikeThis, read_nodes_like_this
+from paceline.commands.common.nodes_like_this import NodesLikeThis, read_nodes_like_this
 from paceline.commands.common.start_folder import assign_run_folder
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
@@ -163,8 +163,7 @@ def plan(
     lines.append(f"full plan: {Path(task.run) / FILE_NAME}")
     if machines is not None and value["recommended"] is not None and not is_hf_config(job):
         value["command"] = machines.train_command(requested, find_row(value))
-        placeholder = "" if machines.head else f", with the name of the first machine for {EXAMPLE_HEAD}"
-        lines.append(f"to train{placeholder}, {value['command']}")
+        lines.append(f"to train{machines.placeholder_text}, {value['command']}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 

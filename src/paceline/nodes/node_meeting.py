@@ -125,12 +125,12 @@ class Reception:
         last_call_seconds: float = 0.0,
         report_seconds: float = _REPORT_SECONDS,
     ) -> tuple[dict[int, Arrival], list[Finding]]:
-        """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait,
-        the first after `report_seconds`.
+        """Wait until all nodes have come, or `wait_seconds` are over.
 
-        If the number of nodes may change, the wait also ends `last_call_seconds` after the smallest number is there.
-        Return the nodes by their number, and what was wrong: nodes that did not come, that can't take part, and wrong
-        numbers. Later nodes are sent away, unless `open_again` is called.
+        `report` gets a line about the wait now and then, the first after `report_seconds`. If the number of nodes may
+        change, the wait also ends `last_call_seconds` after the smallest number is there. Return the nodes by their
+        number, and what was wrong: nodes that did not come, that can't take part, and wrong numbers. Later nodes are
+        sent away, unless `open_again` is called.
         """
         start_time, enough_time = time.monotonic(), math.inf
         next_report_seconds, reported = report_seconds, set[str]()

@@ -155,9 +155,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
     if place is not None:
         ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
-        problems += refuse_on_nodes(
-            ranks=common.ranks, num_nodes=common.place.num_nodes, layout=requested_layout, settings=settings
-        )
+        problems += refuse_on_nodes(place, ranks=common.ranks, layout=requested_layout, settings=settings)
         problems += rule_planning(update).refuse_nodes(update, num_nodes=place.num_nodes, num_ranks=ranks)
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)

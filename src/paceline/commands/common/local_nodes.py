@@ -37,7 +37,7 @@ def played_place(options: TrainOptions) -> NodePlace | None:
     num_nodes = int(match["count"])
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
-        raise UsageError(f"--nodes {options.nodes}: {COUNTS_RULE}.", hint=f"--nodes {possible_counts(options.nodes)}")
+        raise UsageError(f"--nodes {options.nodes}: {COUNTS_RULE}.", hint=f"--nodes {possible_counts(match[0])}")
     if num_nodes == 1:
         hint = "--nodes 2 plays two; without --nodes, this machine trains alone"
         raise UsageError(f"--nodes {options.nodes} plays nodes on this machine, at least two.", hint=hint)

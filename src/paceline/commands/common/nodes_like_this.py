@@ -12,7 +12,7 @@ from paceline.planner.hardware.cluster import Cluster, Link
 from paceline.planner.hardware.given_link import EXAMPLE, GivenLink, read_given_link
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 
-EXAMPLE_HEAD = "host1"
+_EXAMPLE_HEAD = "host1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,11 @@ class NodesLikeThis:
     link: Link
     head: str = ""
     """Where the nodes meet, as a part of `--nodes`; empty if it is unknown."""
+
+    @property
+    def placeholder_text(self) -> str:
+        """The words that say what the example of a head in `train_command` stands for; empty if the head is known."""
+        return "" if self.head else f", with the name of the first machine for {_EXAMPLE_HEAD}"
 
     def measure(self, *, ranks_per_node: int, device: str) -> Cluster:
         """Return the machines as a cluster, after the benchmark of this one.
@@ -40,7 +45,7 @@ class NodesLikeThis:
             task,
             run=f"runs/{task.short_job}-on-{self.num_nodes}-nodes",
             ranks=self.num_nodes * task.ranks,
-            nodes=f"{self.num_nodes}:{self.head or EXAMPLE_HEAD}",
+            nodes=f"{self.num_nodes}:{self.head or _EXAMPLE_HEAD}",
             layout=row["layout"],
             settings={**task.settings, **row["settings"]},
             origins={**task.origins, **dict.fromkeys(row["settings"], "auto")},

@@ -29,6 +29,7 @@ from paceline.nodes.launcher_options import (
     slurm_hours,
     translate_launcher_options,
 )
+from paceline.nodes.node_place import NodePlace
 from paceline.nodes.rank_hints import hint_for_nodes
 
 _MIN_TYPO_LENGTH = 5  # a shorter name resembles too many options of other tools
@@ -97,12 +98,12 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
 
 
 def refuse_on_nodes(
-    *, ranks: int | None, num_nodes: int, layout: Layout | None, settings: Settings | None
+    place: NodePlace, *, ranks: int | None, layout: Layout | None, settings: Settings | None
 ) -> list[PacelineError]:
-    """Return errors for options that a run on `num_nodes` nodes does not have."""
+    """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
     if ranks is not None:
-        per_node = ranks // num_nodes if ranks % num_nodes == 0 else ranks
+        per_node = ranks // place.num_nodes if ranks % place.num_nodes == 0 else ranks
         hint = f"--ranks-per-node {max(1, per_node)}, the number of processes on each machine"
         problems.append(UsageError(f"--ranks {ranks} with --nodes.", hint=hint))
     if settings is not None and settings.survive.min_ranks is not None:
@@ -141,7 +142,7 @@ class TypedOptions:
 
     @property
     def takes_host(self) -> bool:
-        """Whether the verb's `--nodes` names a host, too."""
+        """Return whether the verb's `--nodes` names a host, too."""
         return "node" in self.option_types
 
 

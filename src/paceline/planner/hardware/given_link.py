@@ -97,7 +97,7 @@ def _read_doctor_file(path: Path) -> GivenLink:
             what = f"--link {path}: the link node {link.source} -> node {link.target} does not work: {link.problem}."
             raise MachineError(what, where=str(path), hint="paceline doctor --nodes N:HOST says what to do")
     slowest = min(links, key=lambda link: link.bytes_per_second)
-    link = Link(
+    measured = Link(
         name=f"node {slowest.source} -> node {slowest.target}",
         latency_seconds=max(link.ping_seconds for link in links) / 2,  # a ping goes there and back
         bytes_per_second=slowest.bytes_per_second,
@@ -105,4 +105,4 @@ def _read_doctor_file(path: Path) -> GivenLink:
         source=str(path),
         origin="measured",
     )
-    return GivenLink(link=link, num_nodes=output.num_nodes or None, head=output.head)
+    return GivenLink(link=measured, num_nodes=output.num_nodes or None, head=output.head)
