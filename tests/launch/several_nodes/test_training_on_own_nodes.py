@@ -48,6 +48,7 @@ def test_a_rank_that_is_killed_on_another_node_restarts_the_run_on_all_nodes(sho
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
     assert "rank 3 on " in ends[0].out and "killed by SIGKILL at step 5" in ends[0].out, ends[0].screen
+    assert "killed by SIGKILL at step 5; restarting (restart 1 of 3 without a new checkpoint)" in ends[0].err
     assert shop.train("one", "--train.threads", "1", ranks=4, steps=STEPS).code == 0
     assert shop.digest("many") == shop.digest("one")
 
