@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_a_node_that_is_killed_ends_all_and_the_run_can_be_started_again(shop: S
     for end in (ends[0], ends[2]):
         assert "node 1 (" in end.screen and "rank 1) is gone" in end.screen, end.screen
     assert f"on every node: paceline train job.py --run-dir many --nodes {nodes.option}" in ends[0].screen
+    assert re.search(r"\n  it continues from step \d+ \(disk\): many/checkpoints/step-\d+\n", ends[0].screen)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import IO
 
@@ -20,7 +21,9 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
+from paceline.launch.run_outcome import describe_resume_point
 from paceline.nodes.node_place import COUNTS, DEFAULT_PORT, PLAYED_NODES, NodePlace
+from paceline.run_folder.run_folder import RunFolder
 
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
@@ -74,6 +77,8 @@ def run_local_nodes(
         code = _run_on_networks(num_nodes, options, settings, networks=own_networks, can_return=can_return)
     if -code in set(signal.Signals) - set(STOP_SIGNALS):
         print_line(f"node 0 was ended by {signal.Signals(-code).name}. Resume: {resume_command}", sys.stderr)
+        if options.run_dir is not None:
+            print_line(describe_resume_point(RunFolder(Path(options.run_dir))), sys.stderr)
     return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
 
 
