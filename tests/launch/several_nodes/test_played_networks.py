@@ -42,6 +42,30 @@ def test_a_node_that_the_user_cuts_off_by_the_printed_line_is_lost_and_no_networ
 
 
 @needs_root
+def test_a_head_that_is_cut_off_says_so_and_continues_once_its_link_is_back(shop: Shop) -> None:
+    words = ("--nodes.patience", "3", "--nodes.restarts", "1", "--checkpoint.every", "5", "--train.steps", "60")
+    process = shop.start(
+        "train", "job.py", "--nodes", "3", "--train.threads", "1", "--run-dir", "cut", *words, environ={"PAUSE": "0.03"}
+    )
+    wait_for_step(shop.path / "cut", 8)
+    name = f"paceline-{process.pid}-node0"
+    subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True, env=ENVIRON)
+    line = _printed_line(process, "node 0 (node0, rank 0) itself is probably cut off from the network: ")
+    subprocess.run(["ip", "-n", name, "link", "set", "eth0", "up"], check=True, env=ENVIRON)
+    assert re.fullmatch(
+        r"nothing for \d s from node \d \(node\d, rank \d\) and node \d \(node\d, rank \d\); last step \d+; "
+        r"waiting for the others \(restart 1 of 1\)",
+        line,
+    ), line
+    assert process.stderr is not None
+    hint = process.stderr.readline()
+    way = r"then the way to another node \(ping 10\.83\.0\.[23]\)\n"
+    assert re.fullmatch(rf"  check first, on node 0: its link \(ip -br link\), {way}", hint), hint
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+
+
+@needs_root
 def test_a_killed_start_leaves_networks_that_the_next_one_removes(shop: Shop) -> None:
     first = shop.start(*WORDS, "--run-dir", "first", "--train.steps", "5000", environ={"PAUSE": "0.02"})
     wait_for_step(shop.path / "first", 2)

@@ -229,7 +229,11 @@ class RestartPolicy:
             return [EndRun(reason=reason if self._max_node_restarts else "")]
         self._num_node_restarts += 1
         number = f"restart {self._num_node_restarts} of {self._max_node_restarts}"
-        text = f"{failure.summary}; waiting for a node in its place ({number})"
+        if failure.rank == 0:  # on node 0, where this process runs: it is cut off
+            hint = failure.screen.partition("\n")[2]
+            text = "\n".join([f"{failure.summary}; waiting for the others ({number})", *([hint] if hint else [])])
+        else:
+            text = f"{failure.summary}; waiting for a node in its place ({number})"
         return [PrintLine(text=text), self._start_attempt(after=failure)]
 
     def _start_attempt(self, *, after: Failure | None = None) -> StartAttempt:

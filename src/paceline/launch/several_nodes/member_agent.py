@@ -23,6 +23,7 @@ from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
 from paceline.launch.several_nodes.broken_links import BrokenLink, find_broken_links
+from paceline.launch.several_nodes.member_losses import HEAD_GIVEN_UP
 from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.launch.several_nodes.node_messages import (
@@ -144,7 +145,7 @@ class MemberAgent:
             reason = "its agent has ended, or the connection to it was lost"
         elif seconds > patience:
             reason = f"nothing for {seconds:.0f} s"
-            farewell = f"it has given up node 0, from which nothing came for {seconds:.0f} s"
+            farewell = f"{HEAD_GIVEN_UP}, from which nothing came for {seconds:.0f} s"
             self._link.send(as_message(NodeLeft(reason=farewell)))
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"

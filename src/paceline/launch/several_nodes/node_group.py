@@ -22,6 +22,7 @@ from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
 from paceline.launch.several_nodes.broken_links import BrokenLinks
+from paceline.launch.several_nodes.member_losses import MemberLosses, lost_node_failure
 from paceline.launch.several_nodes.node_counts import NodeCounts
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
@@ -102,6 +103,7 @@ class NodeGroup:
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self.memory = PeerCheckpointSearch()
         self._broken_links = BrokenLinks()
+        self._losses = MemberLosses(patience=settings.patience)
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
@@ -143,6 +145,7 @@ class NodeGroup:
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         self._positions.clear()
         self._broken_links.clear()
+        self._losses.clear()
         self._folder = run.attempt_folder(attempt)
         if self._reservation is not None:
             self._reservation.close()
@@ -392,6 +395,7 @@ class NodeGroup:
         member = self._members.pop(node)
         self.memory.forget(node)
         silence = member.link.silence_seconds
+        self._losses.add(self._describe(node), member.link, reason=reason)
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._stays.leave(node, reason)
@@ -404,19 +408,10 @@ class NodeGroup:
         if node in self._results or node not in self._active:
             return
         message = f"{self._describe(node)} is gone: {reason}"
-        result = PartResult(
-            exit_code=int(ExitCode.STOPPED),
-            failure=Failure(
-                rank=self._ranks(node).start,
-                kind=LOST_NODE,
-                message=message,
-                screen=message,
-                exit_code=int(ExitCode.STOPPED),
-                monotonic_ns=time.monotonic_ns() - int(silence * 1e9),
-                host=self._hosts[node],
-            ),
-            progress=AttemptProgress(),
+        failure = lost_node_failure(
+            message, rank=self._ranks(node).start, host=self._hosts[node], silent_seconds=silence
         )
+        result = PartResult(exit_code=failure.exit_code, failure=failure, progress=AttemptProgress())
         if not self._record_end(node, result, silence=silence):
             self._has_unfinished_loss = True
         elif self.max_restarts:
@@ -443,6 +438,8 @@ class NodeGroup:
         progress = join_progress(part.progress for part in parts)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
+            if not self._members:
+                first = self._losses.blame_head(first, head=self._describe(0), host=self._hosts[0])
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
         if first is not None and first.kind != LOST_NODE:
             self._broken_links.print_lines(members=self._members, describe=self._describe)
