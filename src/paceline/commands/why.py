@@ -35,6 +35,7 @@ from paceline.launch.run_outcome import (
     failure_as_json,
     failure_screen,
 )
+from paceline.launch.several_nodes.node_history import describe_attempt_ends
 from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
 from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
@@ -185,7 +186,7 @@ def explain_run(run: str | None = None) -> Explanation:
         run=folder.path,
         state="not started",
         step=history.last_step(),
-        restarts=tuple(f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)),
+        restarts=_attempt_lines(folder, history),
         resume_point=_resume_point(folder),
     )
     if attempt is None:
@@ -217,6 +218,12 @@ def explain_run(run: str | None = None) -> Explanation:
         notes=_notes_on_sudden_end(folder, attempt),
         resume_command=_resume_command(folder),
     )
+
+
+def _attempt_lines(folder: RunFolder, history: History) -> tuple[str, ...]:
+    """Return a line about the end of each attempt that another one followed."""
+    restarts = {r.attempt - 1: f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)}
+    return tuple(describe_attempt_ends(folder, history.events, restarts=restarts))
 
 
 def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:

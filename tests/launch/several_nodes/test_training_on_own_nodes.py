@@ -114,6 +114,9 @@ def test_the_head_may_be_killed_and_started_again_too(shop: Shop) -> None:
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
     assert "node 0 (" in ends[1].err and "waiting for it (restart 1 of 2)" in ends[1].err, ends[1].screen
+    told = shop.run("why", "many").out
+    lost = r"attempt 1: node 0 \([^ ]+, rank 0\) is gone: its agent has ended, .*; last step \d+; "
+    assert re.search(rf"{lost}started again from step \d+ \(disk\) after \d+\.\d s\n", told), told
     assert shop.train("one", "--train.exact", "true", ranks=2, steps=60).code == 0
     assert shop.digest("many") == shop.digest("one")
 
