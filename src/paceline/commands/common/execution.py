@@ -51,8 +51,8 @@ from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.launch.run_outcome import (
     LaunchOutcome,
     can_resume_run,
-    failure_as_json,
     describe_resume_point,
+    failure_as_json,
     final_message,
     joined_failure_as_json,
 )

@@ -15,7 +15,7 @@ from paceline.config.settings import Nodes
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode
-from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.failures.failure_record import LOST_NODE
 from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.rank_position import RankPosition, write_remote_positions
 from paceline.launch.rendezvous import reserve_port
