@@ -2,6 +2,7 @@
 
     python benchmarks/remote_checkpoints.py                 # all situations, on two ranks
     python benchmarks/remote_checkpoints.py --ranks 1 --only killed away
+    python benchmarks/remote_checkpoints.py --megabytes 50 --only killed
 
 Each situation trains the job of this file to step 24 with a save every 4 steps. The server (moto) runs in a process of
 its own, behind a gate that can refuse connections or stop at a request. A row has the exit codes of the situation's
@@ -32,7 +33,14 @@ import paceline as pl
 
 STEPS, EVERY = 24, 4
 PAUSE = float(os.environ.get("PAUSE", "0"))
+INPUTS, CLASSES = 32, 8
+HIDDEN = int(os.environ.get("HIDDEN", "256"))
 LAST = f"step-{STEPS:08d}"
+
+
+def hidden_of(megabytes: float) -> int:
+    """Return the width whose checkpoint has that size: the weights and AdamW's two moments, four bytes each."""
+    return round(megabytes * 1e6 / (3 * 4 * (INPUTS + 1 + CLASSES)))
 
 
 def loss(output: Tensor, batch: Any) -> Any:
@@ -42,9 +50,9 @@ def loss(output: Tensor, batch: Any) -> Any:
 
 def make_job() -> pl.Job:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(96, 32, generator=generator), torch.randint(0, 8, (96,), generator=generator)
+    x, y = torch.randn(96, INPUTS, generator=generator), torch.randint(0, CLASSES, (96,), generator=generator)
     return pl.Job(
-        model=lambda: nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Dropout(0.1), nn.Linear(256, 8)),
+        model=lambda: nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Dropout(0.1), nn.Linear(HIDDEN, CLASSES)),
         loss=loss,
         train_data=torch.utils.data.TensorDataset(x, y),
         optimizer=lambda named: torch.optim.AdamW((p for _, p in named), lr=1e-2),
@@ -66,10 +74,11 @@ class Row:
 class Bench:
     """The server, a folder for runs, and the command."""
 
-    def __init__(self, server: Any, folder: Path, *, ranks: int) -> None:
+    def __init__(self, server: Any, folder: Path, *, ranks: int, hidden: int) -> None:
         self.server = server
         self.folder = folder
         self.ranks = ranks
+        self.hidden = hidden
         self.run, self._number = "", 0
 
     def begin(self, name: str) -> Row:
@@ -89,7 +98,8 @@ class Bench:
         ]  # fmt: skip
 
     def environ(self, pause: float = 0.0) -> dict[str, str]:
-        return {**os.environ, **self.server.environ, "PAUSE": str(pause), "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+        settings = {"PAUSE": str(pause), "HIDDEN": str(self.hidden), "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+        return {**os.environ, **self.server.environ, **settings}
 
     def train(self, row: Row, *more: str, said: str = "", steps: int = STEPS, url: str = "s3://bucket") -> str:
         """Run the command to its end, and note its exit code and the first line with `said`."""
@@ -136,12 +146,13 @@ def empty_disk(bench: Bench) -> Row:
     return row
 
 
-def killed(bench: Bench, part: str) -> Row:
-    row = bench.begin(f"killed -9 while {part} of step 12 is uploaded")
+def killed(bench: Bench, part: str, *, after: int = 0) -> Row:
+    what = f"half of {part}" if after else part
+    row = bench.begin(f"killed -9 while {what} of step 12 is uploaded")
     path = "latest" if part == "latest" else f"step-00000012/{part}"
     process = bench.start(pause=0.15)
     bench.server.wait_for_latest(bench.remote, "step-00000008")
-    bench.server.gate.hold_at(f"PUT /{bench.remote}/checkpoints/{path}")
+    bench.server.gate.hold_at(f"PUT /{bench.remote}/checkpoints/{path}", after=after)
     bench.server.gate.wait_until_held()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
@@ -256,6 +267,7 @@ def situations() -> list[Callable[[Bench], Row]]:
     return [
         empty_disk,
         *(lambda bench, part=part: killed(bench, part) for part in parts),
+        lambda bench: killed(bench, "model.safetensors", after=bench.hidden * (INPUTS + 1 + CLASSES) * 4 // 2),
         away_in_the_middle,
         away_at_the_end,
         away_at_the_start,
@@ -276,8 +288,10 @@ def print_row(row: Row, reference: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, help="size of a checkpoint; without it, 0.13")
     parser.add_argument("--only", nargs="*", default=[], help="words in the names of situations")
     options = parser.parse_args()
+    hidden = hidden_of(options.megabytes) if options.megabytes else HIDDEN
     root = Path(__file__).resolve().parents[1]
     sys.path.insert(0, str(root))
     from tests.trainer.saving.s3_server import S3Server
@@ -287,7 +301,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="paceline-remote-") as folder:
             shutil.copy(__file__, Path(folder) / "job.py")
-            bench = Bench(server, Path(folder), ranks=options.ranks)
+            bench = Bench(server, Path(folder), ranks=options.ranks, hidden=hidden)
             first = undisturbed(bench)
             reference = first.digests[0]
             print("| situation | exit codes | the screen | newest in the bucket after the fault | digests equal |")

@@ -6,8 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.submit.slurm_cluster import SlurmCluster
+import pytest
 
+from tests.submit.slurm_cluster import SlurmCluster, can_run_slurm
+
+ON_REAL_SLURM = [
+    pytest.mark.soak,
+    pytest.mark.one_worker,
+    pytest.mark.skipif(not can_run_slurm(), reason="needs root, slurm-wlm and munge"),
+]
 PACELINE = [sys.executable, "-W", "ignore", "-m", "paceline"]
 EXACT = ["--train.exact", "true", "--train.steps", "12", "--watch.to", "console,jsonl"]
 

@@ -3,16 +3,13 @@
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import SMALL_JOB
 from tests.launch.several_nodes.own_nodes import wait_for_step
-from tests.submit.slurm_cluster import SlurmCluster, can_run_slurm, slurm_cluster
+from tests.submit.slurm_cluster import SlurmCluster
 from tests.submit.slurm_runs import (
     EXACT,
+    ON_REAL_SLURM,
     PACELINE,
     check_resumed_where_it_stopped,
     digest,
@@ -22,21 +19,9 @@ from tests.submit.slurm_runs import (
 )
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.one_worker,
-    pytest.mark.skipif(not can_run_slurm(), reason="needs root, slurm-wlm and munge"),
-]
+pytestmark = ON_REAL_SLURM
 PAGE = Path(__file__).parents[2] / "docs" / "submit.md"
 BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "job.py").write_text(SMALL_JOB)
-    with slurm_cluster(3, folder) as made:
-        yield made
 
 
 def test_a_script_that_is_signalled_saves_is_requeued_and_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -1,27 +1,13 @@
 """Training in a real Slurm, on three network nodes, with srun alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL_JOB
-from tests.submit.slurm_cluster import SlurmCluster, can_run_slurm, slurm_cluster
-from tests.submit.slurm_runs import EXACT, PACELINE, digest, on_one_machine
+from tests.submit.slurm_cluster import SlurmCluster
+from tests.submit.slurm_runs import EXACT, ON_REAL_SLURM, PACELINE, digest, on_one_machine
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.one_worker,
-    pytest.mark.skipif(not can_run_slurm(), reason="needs root, slurm-wlm and munge"),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "job.py").write_text(SMALL_JOB)
-    with slurm_cluster(3, folder) as made:
-        yield made
+pytestmark = ON_REAL_SLURM
 
 
 @pytest.mark.parametrize(

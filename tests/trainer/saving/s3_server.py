@@ -37,7 +37,7 @@ class Gate:
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
-        self._hold_at = b""
+        self._hold_at, self._hold_after = b"", 0
         self._is_held = threading.Event()
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
@@ -65,10 +65,10 @@ class Gate:
             connection.close()
         self._connections.clear()
 
-    def hold_at(self, text: str) -> None:
-        """From the first request whose first line has this text, pass nothing on any more."""
+    def hold_at(self, text: str, *, after: int = 0) -> None:
+        """From the first request whose first line has this text, pass `after` bytes on, and nothing any more."""
         self._is_held.clear()
-        self._hold_at = text.encode()
+        self._hold_at, self._hold_after = text.encode(), after
 
     def wait_until_held(self, *, seconds: float = 60) -> None:
         assert self._is_held.wait(seconds), "no such request"
@@ -96,11 +96,18 @@ class Gate:
             client.recv(1 << 16)
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        num_left: int | None = None  # bytes of the request at which to stop
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 if self._hold_at and self._hold_at in data.partition(b"\r\n")[0]:
-                    self._is_held.set()
-                    return
+                    num_left = self._hold_after
+                if num_left is not None:
+                    target.sendall(data[:num_left])
+                    num_left -= len(data)
+                    if num_left <= 0:
+                        self._is_held.set()
+                        return
+                    continue
                 if self._is_held.is_set() and self._hold_at:
                     return
                 target.sendall(data)
