@@ -4,11 +4,6 @@
 """
 
 SOAK = [
-
-
-
-
-    """Return whether a drawn case of the planner waits for `make soak`: every second one does."""
     "checkpoint/test_best_checkpoint.py::test_the_best_model_gives_its_metric_in_plain_torch[False]",
     "checkpoint/test_resume_state_and_options.py::test_a_changed_option_is_refused_and_holds_where_it_is_allowed[changed0-optimizer: lr was 0.01, is 0.05-None]",
     "checkpoint/test_resume_state_and_options.py::test_a_changed_option_is_refused_and_holds_where_it_is_allowed[changed0-optimizer: lr was 0.01, is 0.05-cycle]",
@@ -284,15 +279,10 @@ SOAK = [
     "parallel/tensor_parallel/test_every_rule_call.py::test_some_spellings_of_every_function_are_plain_torch",
     "parallel/test_exact_mode_in_every_layout.py::test_exact_mode_ends_in_one_digest",
     "planner/advice/test_plan_advice.py",
-    "planner/advice/test_plan_advice.py",
-    "planner/cost/test_forecast_properties.py",
     "planner/cost/test_forecast_properties.py",
     "planner/cost/test_pipeline_formulas.py",
-    "planner/cost/test_pipeline_formulas.py",
-    "planner/search/test_branch_and_bound.py",
     "planner/search/test_branch_and_bound.py",
     "profiling/test_memory_and_message_counts.py::test_every_byte_on_the_wire_was_counted",
-    "profiling/test_memory_timeline.py",
     "profiling/test_memory_timeline.py",
     "profiling/test_memory_tracker.py::test_two_runs_of_one_setting_hold_the_same",
     "step/test_hogwild.py::test_a_batch_without_a_target_is_an_error_as_elsewhere[2]",
@@ -383,12 +373,22 @@ SOAK = [
     "verification/test_verify.py::test_sound_layouts_are_called_equal[4-words3]",
     "warm/test_forked_start.py::test_a_failure_is_told_alike",
     "warm/test_forked_start.py::test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun",
-    return name.partition("::")[0"""Files of the planner whose drawn cases are many: every planted mistake fell to the first few of them."""
-)
-PROPERTY_TESTS = (
 ]
+
+
+PROPERTY_TESTS = (
+    "planner/advice/test_plan_advice.py",
+    "planner/cost/test_forecast_properties.py",
+    "planner/cost/test_pipeline_formulas.py",
+    "planner/search/test_branch_and_bound.py",
+    "profiling/test_memory_timeline.py",
+)
+"""Files of the planner whose drawn cases are many: every planted mistake fell to the first few of them."""
+
+
 def is_extra_seed(name: str, seed: object) -> bool:
-] in PROPERTY_TESTS and isinstance(seed, int) and seed % 2 == 1
+    """Return whether a drawn case of the planner waits for `make soak`: every second one does."""
+    return name.partition("::")[0] in PROPERTY_TESTS and isinstance(seed, int) and seed % 2 == 1
 
 
 def is_longer(name: str) -> bool:
