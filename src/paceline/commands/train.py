@@ -172,7 +172,9 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
             options.job, common, settings, resume=resume
         )  # refuses once, before a network is made
         line = build_resume_command(task)
-        return run_local_nodes(played.num_nodes, options, settings, resume_command=line), None, ""
+        can_return = played.is_elastic or bool(merge_without_job(task.settings).nodes.restarts)
+        code = run_local_nodes(played.num_nodes, options, settings, resume_command=line, can_return=can_return)
+        return code, None, ""
     place = training_place(options)
     if place is not None and place.is_extra_task:
         return 0, None, ""

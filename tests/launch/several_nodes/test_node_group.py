@@ -263,6 +263,37 @@ def test_a_silent_node_is_named_and_is_lost_after_the_patience(
     nodes.close()
 
 
+def test_a_head_that_hears_no_member_any_more_blames_its_own_network(tmp_path: Path) -> None:
+    nodes = Nodes3(patience=1.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    wait_until(nodes.group.has_failed)
+    result = finish(nodes, replace(DONE, exit_code=1))
+    assert result.exit_code == 75 and result.failure is not None and result.failure.kind == LOST_NODE
+    assert result.failure.message == (
+        "node 0 (host0, ranks 0-1) itself is probably cut off from the network: nothing for 1 s from "
+        "node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5); last step 12"
+    )
+    assert (
+        "check first, on node 0: its link (ip -br link), then the way to another node (ping " in result.failure.screen
+    )
+    nodes.close()
+
+
+@pytest.mark.parametrize("is_first_closed", [True, False])
+def test_members_whose_agents_end_are_not_cut_off(tmp_path: Path, is_first_closed: bool) -> None:
+    """An agent that ends is noticed over the network, which therefore works."""
+    nodes = Nodes3(patience=1.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    if is_first_closed:
+        nodes.channels[2].close()
+    wait_until(nodes.group.has_failed)
+    result = finish(nodes, replace(DONE, exit_code=1))
+    assert result.failure is not None and " is gone: " in result.failure.message
+    assert "cut off" not in result.failure.message
+    nodes.close()
+
+
 def test_a_node_says_why_it_leaves_and_hears_that_it_was_given_up(tmp_path: Path) -> None:
     """The healthy one of two nodes is not the one to blame if the other stood still."""
     nodes = Nodes3(patience=1.0)

@@ -15,13 +15,14 @@ from paceline.config.settings import Nodes
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode
-from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.failures.failure_record import LOST_NODE
 from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.rank_position import RankPosition, write_remote_positions
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
 from paceline.launch.several_nodes.broken_links import BrokenLinks
+from paceline.launch.several_nodes.member_losses import MemberLosses, lost_node_failure
 from paceline.launch.several_nodes.node_counts import NodeCounts
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
@@ -104,6 +105,7 @@ class NodeGroup:
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self.memory = PeerCheckpointSearch()
         self._broken_links = BrokenLinks()
+        self._losses = MemberLosses(patience=settings.patience)
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
@@ -145,6 +147,7 @@ class NodeGroup:
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         self._positions.clear()
         self._broken_links.clear()
+        self._losses.clear()
         self._folder = run.attempt_folder(attempt)
         if self._reservation is not None:
             self._reservation.close()
@@ -396,6 +399,7 @@ class NodeGroup:
         member = self._members.pop(node)
         self.memory.forget(node)
         silence = member.link.silence_seconds
+        self._losses.add(self._describe(node), member.link, reason=reason)
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._stays.leave(node, reason)
@@ -408,14 +412,8 @@ class NodeGroup:
         if node in self._results or node not in self._active:
             return
         message = f"{self._describe(node)} is gone: {reason}"
-        failure = Failure(
-            rank=self._ranks(node).start,
-            kind=LOST_NODE,
-            message=message,
-            screen=message,
-            exit_code=int(ExitCode.STOPPED),
-            monotonic_ns=time.monotonic_ns() - int(silence * 1e9),
-            host=self._names[node],
+        failure = lost_node_failure(
+            message, rank=self._ranks(node).start, host=self._names[node], silent_seconds=silence
         )
         result = PartResult(exit_code=failure.exit_code, failure=failure, progress=AttemptProgress())
         if not self._record_end(node, result, silence=silence):
@@ -443,6 +441,8 @@ class NodeGroup:
         progress = join_progress(part.progress for part in parts)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
+            if not self._members:
+                first = self._losses.blame_head(first, head=self._describe(0), host=self._names[0])
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
         if first is not None and first.kind != LOST_NODE:
             self._broken_links.print_lines(members=self._members, describe=self._describe)

@@ -50,6 +50,16 @@ class AttemptNodes(msgspec.Struct, kw_only=True):
     attempt: int
     nodes: list[NodeStay]
 
+    def host(self, stay: NodeStay) -> str:
+        """Return the host of a stay, with its address if another node of the attempt has a host of that name."""
+        places = range(len(self.nodes))
+        hosts = {at: self.nodes[at].host for at in places}
+        return distinct_hosts(hosts, {at: self.nodes[at].address for at in places})[self.nodes.index(stay)]
+
+    def describe(self, stay: NodeStay) -> str:
+        """Return the node of a stay with its host and ranks, such as "node 1 (host2, ranks 8-15)"."""
+        return f"node {stay.node} ({self.host(stay)}, {describe_ranks(stay.ranks)})"
+
 
 class NodeStays:
     """The writer of the file. What can't be written is left out: the training goes on without it."""
@@ -94,16 +104,13 @@ def read_node_stays(run: Path) -> list[AttemptNodes]:
 
 def lost_node_lines(run: Path, attempt: int) -> list[str]:
     """Return a line about each node that left an attempt, and whether another one has taken its place."""
-    nodes = [stay for each in read_node_stays(run) if each.attempt == attempt for stay in each.nodes]
-    places = range(len(nodes))
-    hosts = distinct_hosts({at: nodes[at].host for at in places}, {at: nodes[at].address for at in places})
-    names = [f"node {nodes[at].node} ({hosts[at]}, {describe_ranks(nodes[at].ranks)})" for at in places]
     lines = []
-    for at, stay in enumerate(nodes):
-        later = next((other for other in places[at + 1 :] if nodes[other].node == stay.node), None)
-        again = "" if later is None else f"; in its place since {nodes[later].since}: {names[later]}"
-        if stay.left_at:
-            lines.append(f"{names[at]} left at {stay.left_at}: {stay.reason}{again}")
+    for each in read_node_stays(run):
+        for at, stay in enumerate(each.nodes if each.attempt == attempt else ()):
+            later = next((other for other in each.nodes[at + 1 :] if other.node == stay.node), None)
+            again = "" if later is None else f"; in its place since {later.since}: {each.describe(later)}"
+            if stay.left_at:
+                lines.append(f"{each.describe(stay)} left at {stay.left_at}: {stay.reason}{again}")
     return lines
 
 
