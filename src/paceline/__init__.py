@@ -42,6 +42,7 @@ Start with `cli.py`.
 - `reporting/`: `report.html`: runs, plans, comparisons and verify results as pages.
 - `run_folder/`: The folder of a run, and the plan file in it.
 - `schedule/`: Build, read, check, simulate and draw pipeline schedules.
+- `script_check/`: Check training scripts that do not use Paceline: record a run of an unmodified script, and judge it.
 - `step/`: The training step: forward, backward, reduction, optimizer update.
 - `submit/`: The files that hand a training in to a scheduler, and what the scheduler would refuse of them.
 - `torch_internals/`: Private torch APIs, and the dispatch modes and random streams that are built on them.

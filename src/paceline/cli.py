@@ -5,11 +5,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_type_hints
 
 from paceline import __version__
 from paceline.console.formatting import did_you_mean, shorten_line
@@ -115,7 +116,9 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place + 1 :]
 
 
-def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_settings(
+    arguments: Sequence[str], *, aliases: Mapping[str, str] = MappingProxyType(_ALIASES)
+) -> tuple[list[str], list[str]]:
     """Split the arguments into the options of the verb and the `--dotted.name value` settings."""
     verb_arguments: list[str] = []
     settings: list[str] = []
@@ -123,7 +126,7 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
-        name = _ALIASES.get(name, name)
+        name = aliases.get(name, name)
         word = name + equals + value
         if not (name.startswith("--") and ("." in name or name[2:] in _UNDOTTED_SETTINGS)):
             verb_arguments.append(word)
@@ -155,19 +158,23 @@ def _run_verb(arguments: list[str]) -> int:
         raise UsageError(
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
-    verb_words, command = split_command(arguments[1:])
-    verb_arguments, settings = split_settings(expand_bare_flag(verb_words, "--resume", "newest"))
+    row = VERBS[verb]
+    option_class = row.option_class()
+    words, command = split_command(arguments[1:])
+    if row.takes_command and not command and not {"-h", "--help"} & set(words):
+        line = " ".join(words) or "torchrun --nproc-per-node 2 train.py"
+        raise UsageError(f"{verb} needs `--` and the command of a training.", hint=f"paceline {verb} -- {line}")
+    aliases = _usable_aliases(option_class, words)
+    verb_arguments, settings = split_settings(expand_bare_flag(words, "--resume", "newest"), aliases=aliases)
     if verb == "train":
         verb_arguments, minimum = expand_rank_range(verb_arguments)
         settings += minimum
-    row = VERBS[verb]
-    option_class = row.option_class()
     if {"-h", "--help"} & set(verb_arguments):
         from paceline.commands.common.help_page import help_page
 
         print_line(help_page(verb, option_class, takes_settings=row.takes_settings))
         return int(ExitCode.DONE)
-    options = _parse_options(verb, option_class, verb_arguments)
+    options = _parse_options(verb, option_class, verb_arguments, takes_settings=row.takes_settings)
     if settings and not row.takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
     if command and not row.takes_command:
@@ -181,58 +188,50 @@ def _run_verb(arguments: list[str]) -> int:
     return int(code)
 
 
-def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
+def _usable_aliases(option_class: type, arguments: Sequence[str]) -> dict[str, str]:
+    """Return the aliases of options that the verb has; on several nodes, `--ranks` is not the one that is meant."""
+    from paceline.nodes.launcher_options import names_nodes
+
+    options = get_type_hints(option_class)
+    return {
+        alias: own
+        for alias, own in _ALIASES.items()
+        if own[2:] in options and not (own == "--ranks" and names_nodes(arguments))
+    }
+
+
+def _parse_options(verb: str, cls: type, arguments: list[str], *, takes_settings: bool) -> Any:
     import tyro
 
-    from paceline.commands.common.option_checks import misplaced_option_hint
+    from paceline.commands.common.option_checks import TypedOptions, number_problems, unknown_option_hint
 
     option_types = get_type_hints(cls)
+    typed = TypedOptions(verb=verb, arguments=arguments, option_types=option_types, takes_settings=takes_settings)
     problems: list[PacelineError] = []
     for word, next_argument in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
+        value = value if equals else "" if next_argument.startswith("--") else next_argument
         if flag.startswith("--") and name not in {*option_types, "help"}:
-            cause = did_you_mean(flag, [f"--{option.replace('_', '-')}" for option in option_types])
-            lacks_plural_s = f"{name}s" in option_types  # --rank means --ranks, not powersgd's option rank
-            misplaced = (
-                None
-                if lacks_plural_s
-                else misplaced_option_hint(
-                    verb, flag, value if equals or next_argument.startswith("--") else next_argument
-                )
-            )
-            cause, hint = misplaced or (cause, f"paceline {verb} --help")
+            cause, hint = unknown_option_hint(typed, flag, value)
             problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
         elif name in option_types and flag.startswith("--"):
-            problems += _number_problems(flag, value if equals else next_argument, option_types[name])
+            problems += number_problems(flag, value, option_types[name])
     raise_all(problems)
     parser_output = io.StringIO()
     try:
         with redirect_stdout(parser_output), redirect_stderr(parser_output):
             return tyro.cli(cls, args=arguments, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit:
+        from paceline.commands.common.resume_command import missing_job_error
+
+        cause = _unframed_message(parser_output.getvalue())
+        if verb == "train" and cause.startswith("Missing") and any(word.startswith("--resume") for word in arguments):
+            raise missing_job_error(arguments) from None
         message = (
             f"these arguments can't be parsed: {' '.join(arguments)}" if arguments else f"{verb} needs another argument"
         )
-        raise UsageError(
-            f"{message}.", cause=_unframed_message(parser_output.getvalue()), hint=f"paceline {verb} --help"
-        ) from None
-
-
-def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
-    """Return an error if the option takes a number and `value` is not a number."""
-    option_types = {option_type, *get_args(option_type)}
-    number_type = int if int in option_types else float if float in option_types else None
-    if number_type is None or not value or value.startswith("--") or value == "None":
-        return []
-    try:
-        number_type(value)
-    except ValueError:
-        expected = "an integer" if number_type is int else "a number"
-        return [
-            UsageError(f"{flag} {value}: expected {expected}.", hint=f"{flag} {'2' if number_type is int else '0.5'}")
-        ]
-    return []
+        raise UsageError(f"{message}.", cause=cause, hint=f"paceline {verb} --help") from None
 
 
 def _unframed_message(framed_text: str) -> str:

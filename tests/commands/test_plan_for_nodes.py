@@ -99,3 +99,19 @@ def test_a_wrong_link_is_refused_with_links_that_can_be_read(
         assert f"--link {example}" in err, err
         read_given_link(example)
     assert "--link doctor.json after `paceline doctor" in err
+
+
+def test_the_file_of_the_doctor_says_how_many_nodes_there_are_and_where_they_meet(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store_benchmark(slow_machine())
+    tested = {"ping_seconds": 1e-4, "bytes_per_second": 1e9, "problem": ""}
+    links = [{"source": 0, "target": 1, **tested}, {"source": 1, "target": 0, **tested}]
+    (folder / "links.json").write_text(json.dumps({"links": links, "num_nodes": 2, "head": "gpu-a:29500"}))
+    found = plan(capfd, "--link", "links.json", "--layout", "ddp")
+    assert found["cluster"]["nodes"] == 2 and "--nodes 2:gpu-a:29500 --ranks-per-node 1" in found["command"], found
+    assert main(["plan", "job.py", "--device", "cpu", "--link", "links.json", "--layout", "ddp"]) == 0
+    assert "\nto train, on every node: paceline train job.py" in capfd.readouterr().out
+    (folder / "links.json").write_text(json.dumps({"links": links}))
+    assert main(["plan", "job.py", "--link", "links.json"]) == 2
+    assert "to do: --nodes 2 --ranks-per-node 1 --link links.json" in capfd.readouterr().err

@@ -1,11 +1,15 @@
 """Options of other tools are refused with the line to type, and the command accepts that line."""
 
+import re
+import shlex
+
 import pytest
 
-from paceline.cli import main
-from paceline.commands.command_table import TrainOptions
+from paceline.cli import main, split_settings
+from paceline.commands.command_table import VERBS, TrainOptions
 from paceline.config.merge_settings import known_settings
 from paceline.config.other_tool_options import OTHER_TOOL_OPTIONS, find_equivalent
+from paceline.nodes.launcher_options import LAUNCHER_OPTIONS, SLURM_OPTIONS, TIME_LIMITS, slurm_hours
 
 
 @pytest.mark.parametrize("name", OTHER_TOOL_OPTIONS)
@@ -37,6 +41,98 @@ def test_what_is_to_be_typed_is_there(name: str) -> None:
 def test_an_option_of_another_tool(typed: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.py", *typed]) == 2
     assert f"to do: {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("train job.py --nodes 2 --rank-per-node 2", "--ranks-per-node 2"),
+        ("train job.py --nodes 2:h --nproc-per-node 4", "--ranks-per-node 4"),
+        ("train job.py --nodes 2 --nproc_per_node=4", "--ranks-per-node 4"),
+        ("train job.py --nodes 2 --devices 4", "--ranks-per-node 4"),
+        ("train job.py --nodes 2:h --ranks 4", "--ranks-per-node 2"),
+        ("train job.py --nodes 2:h --world-size 8", "--ranks-per-node 4"),
+        ("train job.py --nnodes=2:4", "--nodes 2:4:HOST"),
+        ("train job.py --nnodes 1 --gpus 4", "--ranks 4"),
+        ("train job.py --nodes 2:h --node-rank 1", "--node 1"),
+        ("train job.py --node-rank 1", "--nodes 2:HOST --node 1"),
+        ("train job.py --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr h1 --master-port 29500",
+         "--nodes 2:h1:29500 --ranks-per-node 4 --node 0"),
+        ("train job.py --nnodes 2 --rdzv-endpoint h1:29400 --rdzv-backend c10d", "--nodes 2:h1"),
+        ("train job.py --num-machines 2 --num-processes 8 --machine-rank 1 --main-process-ip h1",
+         "--nodes 2:h1 --ranks-per-node 4 --node 1"),
+        ("train job.py --node 2:host1", "--nodes 2:host1"),
+        ("train job.py --nodes 0:host1", "--nodes 2:host1"),
+        ("train job.py --nodes 4:2:host1", "--nodes 2:4:host1"),
+        ("train job.py --nodes 0:4:host1", "--nodes 1:4:host1"),
+        ("train job.py --nodes 0", "--nodes 2"),
+        ("train job.py --nodes 2 --node 3", "--nodes 4:HOST --node 3"),
+        ("train job.py --layot fsdp", "--layout fsdp"),
+        ("train job.py --exclude vm", "srun --exclude vm --ntasks-per-node 1 paceline train ..."),
+        ("doctor --exclude vm", "srun --exclude vm --ntasks-per-node 1 paceline doctor ..."),
+        ("doctor --nnodes 3", "--nodes 3:HOST"),
+        ("doctor --node 2:host1", "--nodes 2:host1"),
+        ("doctor --node 2", "--nodes 3:HOST --node 2"),
+        ("doctor --ranks-per-node 2", "leave --ranks-per-node out"),
+        ("submit job.py --nodes 2:host1", "--nodes 2"),
+        ("submit job.py --nodes 2:4:host1 --to ray", "--nodes 2:4"),
+        ("submit job.py --nodes 2:4:host1", "--nodes 4"),
+        ("submit job.py --nodes 4:2 --to ray", "--nodes 2:4"),
+        ("submit job.py --node 2:host1", "--nodes 2"),
+        ("submit job.py --nnodes 2", "--nodes 2"),
+        ("submit job.py --nproc-per-node 8", "--ranks-per-node 8"),
+        ("submit job.py --time 1-12:30:00", "--hours 36.5"),
+        ("submit job.py --hours 90:00", "--hours 1.5"),
+        ("submit job.py --partition gpu", "--using partition=gpu"),
+        ("plan job.py --nodes 4:host1", "--nodes 4"),
+        ("plan job.py --nnodes 2 --nproc-per-node 4", "--nodes 2 --ranks-per-node 4"),
+        ("verify job.py --nnodes 2", "leave --nnodes out"),
+        ("verify job.py --nodes 2", "leave --nodes out"),
+    ],
+)  # fmt: skip
+def test_the_words_for_several_nodes(typed: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"to do: {re.escape(expected)}(\n|, |; )", told), told
+
+
+POSITIONAL = {"doctor": [], "ckpt": ["ls"], "compare": ["a", "b"]}
+NAMES = sorted({*OTHER_TOOL_OPTIONS, *LAUNCHER_OPTIONS, *SLURM_OPTIONS, *TIME_LIMITS})
+
+
+@pytest.mark.parametrize("nodes", [[], ["--nodes", "2"]], ids=["one machine", "nodes"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_accepts_what_it_suggests(verb: str, nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    own = VERBS[verb].option_class().__dataclass_fields__
+    nodes = nodes if "nodes" in own else []
+    for name in NAMES:
+        if name in own:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        assert main([verb, *POSITIONAL.get(verb, ["job.py"]), *nodes, flag, "2"]) != 0
+        for hint in re.findall(r"to do: (--.*)", capsys.readouterr().err):
+            words, settings = split_settings(shlex.split(hint.partition(", ")[0]))
+            flags = [word[2:].replace("-", "_") for word in words if word.startswith("--")]
+            assert set(flags) <= set(own), (flag, hint)
+            assert VERBS[verb].takes_settings or not settings, (flag, hint)
+            names = [word[2:] for word in settings if word.startswith("--")]
+            assert all(word in known_settings() or word.startswith("job.") for word in names), (flag, hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"),
+    [
+        ("90", 1.5),
+        ("90:00", 1.5),
+        ("24:00:00", 24),
+        ("2-0", 48),
+        ("1-12:30", 36.5),
+        ("1-0:0:36", 24.01),
+        ("a day", None),
+    ],
+)
+def test_time_limits_of_slurm(text: str, hours: float | None) -> None:
+    assert slurm_hours(text) == hours
 
 
 def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

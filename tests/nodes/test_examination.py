@@ -139,8 +139,13 @@ def test_strangers_do_not_hold_up_the_others_and_who_is_missing_is_named(tmp_pat
 
 
 def test_while_it_waits_it_says_who_is_here(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.nodes.node_meeting._REPORT_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.nodes.examination._FIRST_REPORT_SECONDS", 0.2)
     two.examine(wait_seconds=1)
+    assert two.lines and two.lines[0].startswith("1 of 2 nodes are here: the head; missing: node 1; waiting for ")
+
+
+def test_the_first_word_of_a_wait_comes_within_a_second(two: Nodes) -> None:
+    two.examine(wait_seconds=0.9)
     assert two.lines and two.lines[0].startswith("1 of 2 nodes are here: the head; missing: node 1; waiting for ")
 
 
@@ -358,6 +363,13 @@ def test_less_than_half_of_the_nodes_and_never_the_head_are_excluded(
     assert Examination(facts=facts, findings=notes, num_nodes=num_nodes).exit_code == 0
 
 
+def test_a_host_name_that_a_sound_node_has_too_is_not_excluded() -> None:
+    facts = {node: machine(node, host="ip-10") for node in range(3)}
+    blame = (Finding(what="", hint="", nodes=(1,)),)
+    found = Examination(facts=facts, findings=blame, num_nodes=3)
+    assert found.excluded_hosts == [] and found.host_names[1] == "ip-10 at 10.0.0.2"
+
+
 def test_one_machine_alone(shop: Shop) -> None:
     ended = shop.run("doctor", "job.py")
     assert ended.out.startswith("this machine: ") and ended.code == (3 if "WRONG" in ended.out else 0), ended.text
@@ -399,3 +411,15 @@ def test_a_stranger_at_the_port_of_the_head_is_named(tmp_path: Path) -> None:
             [*command, "--node", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
         )
     assert head.returncode == 3 and "can't listen on port" in head.stderr and "ss -ltnp" in head.stderr, head.stderr
+
+
+def test_the_output_of_the_doctor_says_where_the_nodes_meet(tmp_path: Path) -> None:
+    place = f"2:127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "paceline", "doctor", "--nodes", place]
+    with subprocess.Popen([*command, "--node", "1"], cwd=tmp_path, stdout=subprocess.DEVNULL) as member:
+        head = subprocess.run(
+            [*command, "--node", "0", "--json"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        )
+        member.wait(timeout=60)
+    found = json.loads(head.stdout)
+    assert f"{found['num_nodes']}:{found['head']}" == place, head.stderr

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.nodes.fact_findings import judge_facts
+from paceline.nodes.finding import distinct_hosts
 from paceline.nodes.machine_facts import MachineFacts
 from paceline.nodes.network_interfaces import Interface
 
@@ -93,6 +94,17 @@ def test_a_name_that_leads_elsewhere_is_a_note_because_paceline_train_repairs_it
     assert finding.hint.startswith("export GLOO_SOCKET_IFNAME=eth0")
 
 
+def test_a_name_that_leads_elsewhere_is_said_once_for_all_nodes() -> None:
+    own = [Interface(name=name, address=f"10.0.0.{node + 1}", mtu=1500) for node, name in enumerate(("eth0", "ens5"))]
+    found = judge_facts(
+        {node: machine(node, host_address="127.0.1.1", interfaces=(own[node],)) for node in range(2)}
+    )  # the interface that leads to the others has another name on each node
+    (finding,) = found
+    assert finding.is_note and finding.what.startswith("nodes 0, 1: its own name resolves to 127.0.1.1; gloo would")
+    assert finding.hint.startswith("on node 0: export GLOO_SOCKET_IFNAME=eth0 (")
+    assert "; on node 1: export GLOO_SOCKET_IFNAME=ens5 (" in finding.hint
+
+
 def test_another_vector_unit_is_a_note_unless_the_user_has_chosen_the_kernels() -> None:
     (note,) = judge_facts({0: machine(0), 1: machine(1, vector_unit="AVX2")})
     assert note.is_note and note.what == "vector unit differs: AVX-512 on node 0, AVX2 on node 1"
@@ -163,3 +175,16 @@ def test_values_that_differ_in_the_same_way_are_one_finding() -> None:
     )
     assert finding.what.startswith("torch differs") and "and 26 more" in finding.what
     assert note.is_note and note.what.startswith("absl-py differs")
+
+
+def test_machines_with_one_host_name_are_told_apart_by_their_address() -> None:
+    (finding,) = judge_facts(
+        {node: machine(node, host="ip-10", free_disk=(9 - 8 * (node == 1)) << 29) for node in range(3)}
+    )
+    assert finding.what.startswith("node 1 (ip-10 at 10.0.0.2): "), finding.what
+    assert distinct_hosts({0: "a", 1: "a"}, {0: "127.0.0.1", 1: "127.0.0.1"}) == {0: "a", 1: "a"}, "one machine"
+    assert distinct_hosts({0: "a", 1: "a", 2: "b"}, {1: "10.0.0.2", 2: "10.0.0.3"}) == {
+        0: "a",
+        1: "a at 10.0.0.2",
+        2: "b",
+    }

@@ -11,7 +11,8 @@ import pytest
 from paceline.commands.common.node_admission import NodeAdmission
 from paceline.config.settings import Nodes
 from paceline.errors import MachineError
-from paceline.nodes.examination import RUN, answer_head
+from paceline.nodes.examination import RUN, Examination, answer_head
+from paceline.nodes.fact_findings import judge_facts
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts
 from paceline.nodes.node_meeting import Reception, join_head, listen_as_head
@@ -153,6 +154,37 @@ def test_one_node_that_does_not_fit_is_no_harm_to_another_that_comes_with_it(
     assert "not admitted: torch" in capsys.readouterr().err
     for member in [*first_members.values(), *taken.values()]:
         member.link.close()
+
+
+def test_a_trouble_of_a_machine_is_said_once_and_not_again_with_each_node_that_comes(
+    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"address": "127.0.0.1", "free_shared_memory": 1 << 20}
+    admission = NodeAdmission(
+        door.listener, door.place, machine(0, **full), run_folder=tmp_path, settings=Nodes(wait=5.0, last_call=0.0)
+    )
+    first = answer(door, door.come(), tmp_path, machine(1, address="127.0.0.1"))
+    members = admission.admit_first()
+    first()
+    assert capsys.readouterr().err.count("/dev/shm has 1.0 MiB free") == 1
+    admission.open_again()
+    for node, more in ((2, {}), (3, full)):
+        end = answer(door, door.come(), tmp_path, machine(node, **{"address": "127.0.0.1", **more}))
+        end()
+        wait_until(lambda: not admission._examined)
+        assert capsys.readouterr().err.count("/dev/shm has 1.0 MiB free") == (1 if more else 0), "another machine"
+    admission.close()
+    for member in [*members.values(), *admission.take().values()]:
+        member.link.close()
+
+
+def test_a_note_is_said_once(door: Door, tmp_path: Path) -> None:
+    admission = NodeAdmission(door.listener, door.place, machine(0), run_folder=tmp_path, settings=Nodes())
+    facts = {node: machine(node, host_address="127.0.1.1") for node in range(3)}
+    both, later = ({0: facts[0], 1: facts[1]}, {0: facts[0], 2: facts[2]})
+    notes = [admission._new_findings(Examination(facts=own, findings=tuple(judge_facts(own)))) for own in (both, later)]
+    assert [len(found) for found in notes] == [1, 0]
+    admission.close()
 
 
 @pytest.mark.parametrize("has_met", [False, True])

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.cli import main
 from paceline.commands.common import node_start
 from paceline.config.task import Task
 from paceline.errors import MachineError
 from paceline.nodes import node_meeting
 from paceline.nodes.node_meeting import join_head
 from paceline.nodes.node_place import NodePlace
+from tests.waiting import wait_until
 
 PLACE = NodePlace(num_nodes=2, head_host="nohost", port=29400, node=1)
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -98,3 +100,36 @@ def test_the_command_gives_an_unknown_host_up_early_only_without_a_scheduler(
     with pytest.raises(MachineError, match="no head"):
         node_start.NodeStart(PLACE, task, node_counts=(2,)).run_member()
     assert found == [seconds]
+
+
+def test_the_doctor_says_at_once_that_a_host_is_unknown_and_gives_it_up_early(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    start = clock.now
+    assert main(["doctor", "--nodes", "3:nohost", "--wait", "300"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("the host nohost has no address. Trying again for 20 s\nerror: "), said
+    assert clock.now - start < 21
+
+
+def test_the_doctor_says_soon_that_the_head_is_not_there(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", connect_with(lambda: ConnectionRefusedError("refused")))
+    assert main(["doctor", "--nodes", "3:nohost", "--node", "1", "--wait", "4"]) == 3
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "the head nohost, port 29400, can't be reached: refused. Trying again for 3 s", first
+
+
+def test_a_lookup_that_takes_long_is_said_while_it_lasts(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look_up(_: str) -> str:
+        monkeypatch.setattr(node_meeting, "resolve_host", lambda _: "")
+        wait_until(lambda: "looking up the address of nohost" in capsys.readouterr().err, seconds=10)
+        return ""
+
+    monkeypatch.setattr(node_meeting, "resolve_host", look_up)
+    assert main(["doctor", "--nodes", "3:nohost", "--wait", "0.5"]) == 3

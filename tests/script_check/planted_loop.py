@@ -132,5 +132,5 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             run_loop(name, Path(sys.argv[1]) / name)
-            return
+            os._exit(0)  # an end by Python takes longer than the loop
         assert os.waitpid(pid, 0)[1] == 0, name

@@ -82,11 +82,34 @@ def test_each_task_of_an_array_has_its_own_run_folder_and_number(shop: Shop) -> 
 
 
 @pytest.mark.parametrize(
+    "target",
+    [
+        ("k8s", "--image", "a/b:1", "--using", "kind=job"),
+        ("sagemaker", "--image", "a/b:1", "--using", "role=arn:aws:iam::123456789012:role/a", "instance=ml.p4d.24xlarge",
+         "storage=efs://fs-0123456789abcdef0/runs", "network=subnet-0123,sg-0123", "output=s3://bucket/output"),
+    ],
+    ids=["k8s", "sagemaker"],
+)  # fmt: skip
+@pytest.mark.parametrize("in_file", [False, True], ids=["typed", "in a file"])
+def test_a_setting_of_the_user_replaces_the_one_of_the_scheduler(
+    shop: Shop, target: tuple[str, ...], in_file: bool
+) -> None:
+    shop.write("run.toml", "[nodes]\nrestarts = 5\n")
+    own = ("--config", "run.toml") if in_file else ("--nodes.restarts", "5")
+    texts = [
+        (shop.path / json.loads(done.out)["file"]).read_text()
+        for done in (submit(shop, "--nodes", "2", "--to", *target, *more, "--json") for more in (own, ()))
+    ]
+    assert texts[0].count('"--nodes.restarts"') == (0 if in_file else 1), texts[0]
+    assert texts[1].count('"--nodes.restarts"') == 1 and '"5"' not in texts[1], texts[1]
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--to", "slrum"), "did you mean 'slurm'"),
         (("--to", "k8s"), "needs a container image"),
-        (("--nodes", "0"), "--nodes 0 must be positive"),
+        (("--nodes", "0"), "--nodes 0 must be a number of machines, 1 or more.\n  to do: --nodes 1\n"),
         (("--array", "1-"), "--array 1- can't be read"),
         (("--array", "1-3", "--follow"), "--follow is for one job of Slurm or Kubernetes"),
         (("--device", "gpu"), "--device gpu"),

@@ -18,7 +18,8 @@ class Verb:
     """A row of the table: the options, the function that runs the verb, and whether the verb takes settings.
 
     `run` names a function that takes the options and the settings and returns a `VerbOutput`: exit code, `--json` value
-    and text. `options` is a class, or the name of one in the verb's module.
+    and text. With `takes_command`, it gets the command of another program, which follows `--`, in place of settings.
+    `options` is a class, or the name of one in the verb's module.
     """
 
     options: type | str

@@ -1,11 +1,14 @@
 """The `doctor` verb: checks this machine, or all nodes of a run and the links between them, before a training."""
 
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import msgspec
 
@@ -15,11 +18,12 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
-from paceline.nodes.node_meeting import Reception, listen_as_head
-from paceline.nodes.node_place import NodePlace, node_place
+from paceline.nodes.node_meeting import UNKNOWN_HOST_SECONDS, Reception, listen_as_head
+from paceline.nodes.node_place import NodePlace, has_late_names, node_place
 
 _LOOPBACK = "127.0.0.1"
 _MAX_LINKS = 12
+_SLOW_SECONDS = 0.5
 
 
 def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
@@ -43,9 +47,19 @@ def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float)
     """Take part in the examination of several nodes, as the head or as a member."""
     run_folder = Path(options.run_dir)
     read_facts = partial(_read_facts, options, code_files(options.job), head_host=place.head_host)
-    listener = listen_as_head(place)
+    with _said_if_slow(f"looking up the address of {place.head_host}"):
+        listener = listen_as_head(place)
     if listener is None:
-        end = take_part(place, read_facts=read_facts, run_folder=run_folder, wait_seconds=options.wait)
+        seconds_left = UNKNOWN_HOST_SECONDS - (time.monotonic() - start_time)  # a lookup may have taken some of them
+        host_seconds = math.inf if has_late_names(os.environ) else max(0.0, seconds_left)
+        end = take_part(
+            place,
+            read_facts=read_facts,
+            run_folder=run_folder,
+            wait_seconds=options.wait,
+            host_seconds=host_seconds,
+            report=_report,
+        )
         text = f"node {end['node']}: {end['text']}; see the screen of node 0 ({place.head_host})"
         return end["exit_code"], end, text
     reception = Reception(listener, place)
@@ -55,7 +69,19 @@ def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float)
         )
     finally:
         reception.close()
-    return _result(examination, seconds=time.monotonic() - start_time)
+    return _result(examination, head=place.head, seconds=time.monotonic() - start_time)
+
+
+@contextmanager
+def _said_if_slow(line: str) -> Iterator[None]:
+    """Return a context that reports a line if it lasts longer than a moment."""
+    timer = Timer(_SLOW_SECONDS, _report, args=(line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _report(line: str) -> None:
@@ -67,8 +93,9 @@ def _read_facts(options: DoctorOptions, code: Mapping[str, Path], *, head_host: 
     return read_machine_facts(head_host=head_host, run_folder=Path(options.run_dir), code=code, data=data)
 
 
-def _result(examination: Examination, *, seconds: float) -> VerbOutput:
-    return examination.exit_code, _as_json(examination, seconds), _as_text(examination, seconds)
+def _result(examination: Examination, *, seconds: float, head: str = "") -> VerbOutput:
+    value = {**_as_json(examination, seconds), "head": head}
+    return examination.exit_code, value, _as_text(examination, seconds)
 
 
 def _as_json(examination: Examination, seconds: float) -> dict[str, object]:

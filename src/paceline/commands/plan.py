@@ -67,11 +67,12 @@ class PlanOptions:
     ranks: int | None = None
     """With --cluster here: number of processes on this machine."""
     nodes: int | None = None
-    """Plan for N machines like this one, with `--link` between them. No layout is timed then."""
+    """Plan for N machines like this one, with `--link` between them; default: as many as are in the file of `--link`.
+    No layout is timed then."""
     ranks_per_node: int | None = None
     """With --nodes: number of processes on each machine; default: one per GPU, or 1."""
     link: str | None = None
-    """With --nodes: the link between two machines: 20Mbit/s, eth-10g, or the file from `paceline doctor --json`."""
+    """The link between two machines: 20Mbit/s or eth-10g, with --nodes; or the file from `paceline doctor --json`."""
     device: str = "auto"
     """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
@@ -162,7 +163,7 @@ def plan(
     lines.append(f"full plan: {Path(task.run) / FILE_NAME}")
     if machines is not None and value["recommended"] is not None and not is_hf_config(job):
         value["command"] = machines.train_command(requested, find_row(value))
-        lines.append(f"to train, with the name of the first machine for host1, {value['command']}")
+        lines.append(f"to train{machines.placeholder_text}, {value['command']}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 

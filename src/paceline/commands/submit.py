@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,12 @@ import tyro
 from paceline.commands.command_table import VerbOutput
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.job_reference import short_name
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.parse_auto_layout import is_auto
 from paceline.console.formatting import did_you_mean, plural
 from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.nodes.launcher_options import count_part
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace
 from paceline.submit.crd_checks import check_against_schema, read_crd_schema
 from paceline.submit.follow_kubernetes import follow_kubernetes
@@ -139,8 +142,7 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
         cause = did_you_mean(options.to, _TARGETS)
         problems.append(UsageError(f"--to {options.to}.", cause=cause, hint=f"--to {' | '.join(_TARGETS)}"))
     if options.num_nodes <= 0:
-        hint = "--nodes 2; for Ray also --nodes 2:4"
-        problems.append(UsageError(f"--nodes {options.nodes} must be positive.", hint=hint))
+        problems.append(_nodes_problem(options))
     for name, value in (("ranks-per-node", options.ranks_per_node), ("hours", options.hours)):
         if value <= 0:
             problems.append(UsageError(f"--{name} {value:g} must be positive.", hint=f"--{name} 1"))
@@ -184,6 +186,19 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
     return problems
 
 
+def _nodes_problem(options: SubmitOptions) -> UsageError:
+    """Return the error for a number of machines that can't be read."""
+    match = _NODES.fullmatch(count_part(options.nodes))
+    numbers = sorted(max(1, int(count)) for count in match.groups() if count) if match else [2]
+    hint = f"--nodes {':'.join(map(str, numbers)) if options.to == 'ray' else numbers[-1]}"
+    what, cause = f"--nodes {options.nodes} must be a number of machines, 1 or more.", ""
+    if _NODES.fullmatch(options.nodes) is None:
+        cause = "the scheduler chooses the machines, so submit takes no host"
+    elif len(numbers) > 1:
+        what = f"--nodes {options.nodes} must be two numbers, the smaller one first."
+    return UsageError(what, cause=cause, hint=hint)
+
+
 def _check_training(options: SubmitOptions, settings: list[str]) -> None:
     """Check the training as its nodes will, but for what only they have: their GPUs.
 
@@ -208,7 +223,7 @@ def _check_on_nodes(num_nodes: int, options: SubmitOptions, settings: list[str])
         ranks=options.ranks_per_node if is_alone else None,
         ranks_per_node=options.ranks_per_node,
     )
-    make_task("train", options.job, common, [word.replace(TASK, "1") for word in settings])
+    make_task("train", options.job, common, _as_first_task(settings))
 
 
 def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
@@ -227,7 +242,18 @@ def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
         hours=options.hours,
         uses_gpus=options.device != "cpu",
         image=options.image,
+        own_settings=frozenset(_requested_settings(options, settings)),
     )
+
+
+def _requested_settings(options: SubmitOptions, settings: list[str]) -> Mapping[str, object]:
+    """Return the settings of the command line and of the file, by their names."""
+    return read_requested_settings(file=options.config, overrides=_as_first_task(settings)).values
+
+
+def _as_first_task(settings: list[str]) -> list[str]:
+    """Return the settings with the number of the first task of an array in its place."""
+    return [word.replace(TASK, "1") for word in settings]
 
 
 def _make_file(options: SubmitOptions, submission: Submission) -> tuple[SubmissionFile, list[str]]:

@@ -34,7 +34,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.nodes.node_place import NodePlace
 from paceline.reporting.run_history import json_or_none, read_history
 from paceline.reporting.sinks.console_lines import VERBOSE
-from paceline.run_folder.run_folder import RunFolder
+from paceline.run_folder.run_folder import RunFolder, check_resume
 
 ENTRY = "paceline.trainer.entrypoints:train"
 
@@ -65,7 +65,7 @@ def train(
 
         refuse_auto_options(update=common.update, compress=common.compress)
     try:
-        task, counts = _make_train_task(job, common, overrides)
+        task, counts = _make_train_task(job, common, overrides, resume=resume)
     except PacelineError as error:
         if common.place is not None and not common.dry_run:
             tell_head(common.place, error)
@@ -95,8 +95,12 @@ def _check_words(resume: str | None, allow: Sequence[str]) -> None:
         check_remote_url(resume, name="resume")
 
 
-def _make_train_task(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[Task, tuple[int, ...]]:
+def _make_train_task(
+    job: str, common: RunOptions, overrides: Sequence[str], *, resume: str | None
+) -> tuple[Task, tuple[int, ...]]:
     """Return the task, and the numbers of nodes with which it may run if there are several.
+
+    What to resume is then checked here, before the nodes wait for each other.
 
     Raises:
         PacelineError, Problems: a check failed.
@@ -105,7 +109,11 @@ def _make_train_task(job: str, common: RunOptions, overrides: Sequence[str]) -> 
         hint = "paceline plan, then its layout"
         raise UsageError("--layout auto can't be chosen on several nodes yet.", hint=hint)
     task = make_task("train", job, replace(common, layout=None) if is_auto(common.layout) else common, overrides)
-    return task, () if common.place is None else node_counts(task, common.place, merge_without_job(task.settings))
+    if common.place is None:
+        return task, ()
+    if not common.dry_run:  # whose own check says more
+        check_resume(task.short_job, run=task.run, resume=resume)
+    return task, node_counts(task, common.place, merge_without_job(task.settings))
 
 
 def _train_on_nodes(
@@ -160,9 +168,13 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
     if (played := played_place(options)) is not None:
         _check_words(resume, allow)
         common = replace(run_options(options), place=played, ranks_per_node=options.ranks_per_node)
-        task, _ = _make_train_task(options.job, common, settings)  # refuses once, before a network is made
+        task, _ = _make_train_task(
+            options.job, common, settings, resume=resume
+        )  # refuses once, before a network is made
         line = build_resume_command(task)
-        return run_local_nodes(played.num_nodes, options, settings, resume_command=line), None, ""
+        can_return = played.is_elastic or bool(merge_without_job(task.settings).nodes.restarts)
+        code = run_local_nodes(played.num_nodes, options, settings, resume_command=line, can_return=can_return)
+        return code, None, ""
     place = training_place(options)
     if place is not None and place.is_extra_task:
         return 0, None, ""

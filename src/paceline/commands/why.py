@@ -31,9 +31,11 @@ from paceline.launch.run_outcome import (
     STOPPED_AT_ONCE,
     LaunchOutcome,
     can_resume_run,
+    describe_resume_point,
     failure_as_json,
     failure_screen,
 )
+from paceline.launch.several_nodes.node_history import describe_attempt_ends
 from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
 from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
 from paceline.reporting.run_history import History, json_or_none, read_history
@@ -69,6 +71,8 @@ class Explanation:
     """The failures of other ranks, which followed from the first."""
     restarts: tuple[str, ...] = ()
     resume_command: str = ""
+    resume_point: str = ""
+    """From which checkpoint the command continues, as a line; empty on one machine."""
     stopped_command: int = 0
     """The process of the command if a signal has stopped it, else 0."""
     losses: tuple[str, ...] = ()
@@ -118,7 +122,7 @@ class Explanation:
                 f"The command itself is stopped, so it restarts no rank; kill -CONT {self.stopped_command} continues it"
             )
         if self.resume_command:
-            lines.append(f"Resume: {self.resume_command}")
+            lines += [f"Resume: {self.resume_command}", *([self.resume_point] if self.resume_point else [])]
         return "\n".join(lines)
 
     def _no_hang_text(self) -> str:
@@ -182,7 +186,8 @@ def explain_run(run: str | None = None) -> Explanation:
         run=folder.path,
         state="not started",
         step=history.last_step(),
-        restarts=tuple(f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)),
+        restarts=_attempt_lines(folder, history),
+        resume_point=_resume_point(folder),
     )
     if attempt is None:
         return _explain_without_logs(explanation, folder, history)
@@ -213,6 +218,12 @@ def explain_run(run: str | None = None) -> Explanation:
         notes=_notes_on_sudden_end(folder, attempt),
         resume_command=_resume_command(folder),
     )
+
+
+def _attempt_lines(folder: RunFolder, history: History) -> tuple[str, ...]:
+    """Return a line about the end of each attempt that another one followed."""
+    restarts = {r.attempt - 1: f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)}
+    return tuple(describe_attempt_ends(folder, history.events, restarts=restarts))
 
 
 def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:
@@ -356,6 +367,13 @@ def _resume_command(folder: RunFolder) -> str:
         return ""
     is_moved = Path(task.run).resolve() != folder.path.resolve()
     return build_resume_command(replace(task, run=str(folder.path)) if is_moved else task)
+
+
+def _resume_point(folder: RunFolder) -> str:
+    """Return from which checkpoint a run on several nodes continues; empty for other runs."""
+    with suppress(UsageError):
+        return describe_resume_point(folder) if read_task(folder).nodes else ""
+    return ""
 
 
 def run_verb(options: WhyOptions, _: list[str]) -> VerbOutput:

@@ -2,12 +2,8 @@
 
 from dataclasses import dataclass
 
-from paceline.console.formatting import closest_word
-
 _ALL_RANKS = "it counts the samples of one step over all ranks and microbatches"
 _ONE_RANK = "it counts the samples of one rank in one forward"
-_NODES_REASON = "the same line on every machine; HOST is the first of them"
-_NODES = "paceline train JOB --nodes 2:HOST --ranks-per-node 8"
 _OPTIMIZER = "the job builds the optimizer: make its values parameters of make_job"
 
 
@@ -62,17 +58,6 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--config {}", "config_file", "cfg"),
     **_row("--device {}", "accelerator", reason="auto, cpu or cuda"),
     **_row("--device cpu", "cpu", "no_cuda", "use_cpu"),
-    **_row(
-        "--ranks {}",
-        "nproc", "num_processes", "gpus", "num_gpus", "n_gpus", "ngpus", "gpus_per_node", "world_size", "np",
-    ),
-    **_row("--nodes {}:HOST", "nnodes", "num_nodes", "num_machines", reason=_NODES_REASON),
-    **_row("--node {}", "node_rank", "machine_rank", reason="without it, the order of arrival counts"),
-    **_row(
-        _NODES,
-        "master_addr", "master_port", "main_process_ip", "main_process_port", "rdzv_endpoint", "rdzv_backend",
-        reason=_NODES_REASON,
-    ),
     **_row("leave --local-rank out", "local_rank", reason="torchrun sets it in the environment"),
     **_row("--layout fsdp", "fsdp", "use_fsdp", "zero_stage"),
     **_row("--layout zero2, or fsdp", "deepspeed", "deepspeed_config", reason="ZeRO is a layout"),
@@ -95,11 +80,7 @@ def find_equivalent(flag: str, value: str) -> tuple[str, str] | None:
     `flag` is the option as typed, such as `--per-device-train-batch-size`, and `value` its value, or empty.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
-    option = (
-        OTHER_TOOL_OPTIONS.get(name)
-        or OTHER_TOOL_OPTIONS.get(f"{name}s")
-        or OTHER_TOOL_OPTIONS.get(closest_word(name, OTHER_TOOL_OPTIONS) if len(name) > 5 else "")
-    )
+    option = OTHER_TOOL_OPTIONS.get(name) or OTHER_TOOL_OPTIONS.get(f"{name}s")
     if option is None:
         return None
     return option.reason or "Paceline uses another name", option.replacement.replace("{}", value or "N")

@@ -234,7 +234,7 @@ def _run_requested(request: LaunchRequest) -> RunRequested:
         max_restarts=max_restarts,
         rank_counts=(request.ranks, *request.fewer_ranks) if request.fewer_ranks else (),
         replace_seconds=replace_seconds,
-        max_node_restarts=0 if request.nodes is None else request.nodes.max_restarts,
+        max_node_restarts=None if request.nodes is None else request.nodes.max_restarts,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.files.checkpoint_folder import has_saves
+from paceline.checkpoint.files.checkpoint_folder import has_saves, list_checkpoints, parse_step
 from paceline.console.formatting import plural
 from paceline.errors import ExitCode, PeerError
 from paceline.launch.agent.restart_policy import has_external_cause
@@ -56,6 +56,17 @@ def can_resume_run(run: Path, exit_code: int, failure: Failure | None) -> bool:
     if failure is None or exit_code == ExitCode.MACHINE or has_external_cause(failure):
         return True
     return has_saves(RunFolder(run).checkpoints)
+
+
+def describe_resume_point(run: RunFolder) -> str:
+    """Return the line that says from which checkpoint the resume command continues.
+
+    Checkpoints in memory end with the command, on every node, so it is always one on disk.
+    """
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not checkpoints:
+        return f"  it finds no complete checkpoint in {run.checkpoints}"
+    return f"  it continues from step {parse_step(checkpoints[-1])} (disk): {checkpoints[-1]}"
 
 
 def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: Sequence[str] = ()) -> str:

@@ -5,6 +5,8 @@ Start with `examination.py`.
 - `examination.py`: The examination of machines before a training: all nodes meet, and node 0 says what is wrong.
 - `fact_findings.py`: Judgement of the facts of machines: what each one lacks, and what differs between them.
 - `finding.py`: Findings: what is wrong with a machine or a link, and what to do.
+- `launcher_options.py`: Map the options of other launchers and of Slurm to one line of Paceline's: how many nodes there
+  are, and where.
 - `line_channel.py`: A connection between two nodes that carries JSON values, one in each line.
 - `link_findings.py`: Judgement of the links between nodes: one finding for a node that no other one reaches, else one
   for each pair.

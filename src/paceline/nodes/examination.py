@@ -4,6 +4,7 @@ The head asks the members for their facts, for their clock, to open a link serve
 and to end. Links are tested in rounds of disjoint pairs, so that no stream slows another one down.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import msgspec
 
 from paceline.errors import ExitCode, MachineError
 from paceline.nodes.fact_findings import judge_facts
-from paceline.nodes.finding import Finding, format_nodes
+from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
 from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
@@ -27,6 +28,7 @@ from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
 
 _NUM_CLOCK_READINGS = 5
 _STREAM_SECONDS = 0.2
+_FIRST_REPORT_SECONDS = 0.5  # the user should read within a second why the command waits
 _SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
 END, RUN = "end", "run"  # messages that are no question: the node may end, or the run begins
@@ -48,6 +50,11 @@ class Examination:
         return [finding for finding in self.findings if not finding.is_note]
 
     @property
+    def host_names(self) -> dict[int, str]:
+        """The host of each node, with its address if another node has the same host name."""
+        return _host_names(self.facts)
+
+    @property
     def exit_code(self) -> int:
         """3 if something is wrong, else 0."""
         return int(ExitCode.MACHINE if self.problems else ExitCode.DONE)
@@ -65,7 +72,9 @@ class Examination:
         """The hosts to leave out: those that a finding blames, if they are less than half, and not the head."""
         blamed = {node for finding in self.problems for node in finding.nodes if node in self.facts}
         is_possible = 0 not in blamed and 2 * len(blamed) < self.num_nodes
-        return [self.facts[node].host for node in sorted(blamed)] if is_possible else []
+        sound_hosts = {machine.host for node, machine in self.facts.items() if node not in blamed}
+        hosts = dict.fromkeys(self.facts[node].host for node in sorted(blamed))
+        return [host for host in hosts if host not in sound_hosts] if is_possible else []
 
 
 def examine_machine(facts: MachineFacts, *, run_folder: Path) -> Examination:
@@ -85,7 +94,7 @@ def examine_nodes(
     report: Callable[[str], None],
 ) -> Examination:
     """Examine all nodes as the head: wait for them, compare them, test their links, and end them with one exit code."""
-    seats, findings = reception.wait(wait_seconds=wait_seconds, report=report)
+    seats, findings = reception.wait(wait_seconds=wait_seconds, report=report, report_seconds=_FIRST_REPORT_SECONDS)
     channels = [arrival.channel for arrival in seats.values()]
     try:
         examination = examine_seats(
@@ -126,7 +135,7 @@ def examine_seats(
         found = [*findings, *head.check_run_folder(run_folder, probe)]
         left = {node: machine for node, machine in head.facts.items() if node == 0 or node in head.channels}
         links = [link for link in links if link.source in left and link.target in left]
-        found += judge_links(links, {node: machine.host for node, machine in left.items()})
+        found += judge_links(links, _host_names(left))
         found += judge_facts(head.facts, skews=skews)
         found += head.lost_members
         return Examination(facts=head.facts, links=tuple(links), findings=tuple(found), num_nodes=num_nodes)
@@ -136,14 +145,29 @@ def examine_seats(
 
 
 def take_part(
-    place: NodePlace, *, read_facts: Callable[[], MachineFacts], run_folder: Path, wait_seconds: float
+    place: NodePlace,
+    *,
+    read_facts: Callable[[], MachineFacts],
+    run_folder: Path,
+    wait_seconds: float,
+    host_seconds: float = math.inf,
+    report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Do what the head asks, as a member. Return its last message: `node`, `exit_code` and `text`.
+
+    A head whose name has no address is given up after `host_seconds`. `report` gets a line if the head can't be reached
+    within a second.
 
     Raises:
         MachineError: the head can't be reached, refuses this node, or has ended.
     """
-    channel = join_head(place, wait_seconds=wait_seconds)
+    channel = join_head(
+        place,
+        wait_seconds=wait_seconds,
+        host_seconds=host_seconds,
+        report_seconds=_FIRST_REPORT_SECONDS,
+        report=report,
+    )
     try:
         end = answer_head(channel, place, read_facts=read_facts, run_folder=run_folder)
         return {"node": end["node"], "exit_code": int(end["exit_code"]), "text": str(end["text"])}
@@ -222,7 +246,10 @@ class _Head:
     def __init__(self, seats: Mapping[int, Arrival], facts: MachineFacts) -> None:
         self.channels: dict[int, LineChannel] = {node: arrival.channel for node, arrival in seats.items()}
         self.lost_members: list[Finding] = []
-        self._hosts = {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}}
+        self._hosts = distinct_hosts(
+            {0: facts.host, **{node: arrival.hello.host for node, arrival in seats.items()}},
+            {node: arrival.channel.peer_address for node, arrival in seats.items()},
+        )
         self._stream_seconds = 0.0
         self._servers: list[LinkServer] = []
         first = next(iter(self.channels.values()), None)
@@ -353,6 +380,14 @@ class _Head:
     def _lose(self, node: int, finding: Finding) -> None:
         self.channels.pop(node).close()
         self.lost_members.append(finding)
+
+
+def _host_names(facts: Mapping[int, MachineFacts]) -> dict[int, str]:
+    """Return the host of each node, with its address if another node has the same host name."""
+    return distinct_hosts(
+        {node: machine.host for node, machine in facts.items()},
+        {node: machine.address for node, machine in facts.items()},
+    )
 
 
 def _write_findings(problems: Mapping[int, str], hosts: Mapping[int, str], folder: Path) -> list[Finding]:

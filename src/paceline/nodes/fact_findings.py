@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.console.formatting import first_names, format_size
 from paceline.errors import ExitCode
-from paceline.nodes.finding import Finding, format_nodes
+from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
 from paceline.nodes.machine_facts import MISSING, UNREADABLE, MachineFacts
 
 Facts = Mapping[int, MachineFacts]
@@ -101,19 +101,42 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
     found = [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
     ahead = {node: (skews or {}).get(node, 0.0) for node in facts}
     usual = median_low(ahead.values())
-    groups: dict[tuple[str, str], dict[int, _Problem]] = {}
+    hosts = distinct_hosts(
+        {node: machine.host for node, machine in facts.items()},
+        {node: machine.address for node, machine in facts.items()},
+    )
+    groups: dict[tuple[str, str], dict[int, _Problem]] = {}  # by kind and hint; notes by kind alone
     for node, machine in facts.items():
         for problem in _problems_of_machine(machine, skew=ahead[node] - usual, is_alone=len(facts) == 1):
-            groups.setdefault((problem.kind, problem.hint), {})[node] = problem
-    for (_, hint), problems in groups.items():
+            groups.setdefault((problem.kind, "" if problem.is_note else problem.hint), {})[node] = problem
+    for (kind, _), problems in groups.items():
         nodes = list(problems)
         name = "this machine" if len(facts) == 1 else format_nodes(nodes)
-        host = f" ({facts[nodes[0]].host})" if len(nodes) == 1 else ""
+        host = f" ({hosts[nodes[0]]})" if len(nodes) == 1 else ""
         worst = max(problems.values(), key=lambda problem: problem.badness)
         what = f"{name}{host}: {worst.what}"
         code = int(ExitCode.MACHINE) if worst.prevents_training else 0
-        found.append(Finding(what=what, hint=hint, nodes=tuple(nodes), is_note=worst.is_note, refusal_code=code))
+        found.append(
+            Finding(
+                what=what,
+                hint=_joint_hint(problems),
+                nodes=tuple(nodes),
+                is_note=worst.is_note,
+                refusal_code=code,
+                kind=kind,
+            )
+        )
     return found
+
+
+def _joint_hint(problems: Mapping[int, _Problem]) -> str:
+    """Return the hint of problems of one kind; if it depends on the node, each with its nodes."""
+    nodes_by_hint: dict[str, list[int]] = {}
+    for node, problem in problems.items():
+        nodes_by_hint.setdefault(problem.hint, []).append(node)
+    if len(nodes_by_hint) == 1:
+        return next(iter(nodes_by_hint))
+    return "; ".join(f"on {format_nodes(nodes)}: {hint}" for hint, nodes in nodes_by_hint.items())
 
 
 def _differences(facts: Facts, comparison: _Comparison) -> list[Finding]:

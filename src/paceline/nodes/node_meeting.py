@@ -118,16 +118,22 @@ class Reception:
         threading.Thread(target=self._accept, name="paceline-reception", daemon=True).start()
 
     def wait(
-        self, *, wait_seconds: float, report: Callable[[str], None], last_call_seconds: float = 0.0
+        self,
+        *,
+        wait_seconds: float,
+        report: Callable[[str], None],
+        last_call_seconds: float = 0.0,
+        report_seconds: float = _REPORT_SECONDS,
     ) -> tuple[dict[int, Arrival], list[Finding]]:
-        """Wait until all nodes have come, or `wait_seconds` are over. `report` gets a line now and then about the wait.
+        """Wait until all nodes have come, or `wait_seconds` are over.
 
-        If the number of nodes may change, the wait also ends `last_call_seconds` after the smallest number is there.
-        Return the nodes by their number, and what was wrong: nodes that did not come, that can't take part, and wrong
-        numbers. Later nodes are sent away, unless `open_again` is called.
+        `report` gets a line about the wait now and then, the first after `report_seconds`. If the number of nodes may
+        change, the wait also ends `last_call_seconds` after the smallest number is there. Return the nodes by their
+        number, and what was wrong: nodes that did not come, that can't take part, and wrong numbers. Later nodes are
+        sent away, unless `open_again` is called.
         """
         start_time, enough_time = time.monotonic(), math.inf
-        next_report_seconds, reported = _REPORT_SECONDS, set[str]()
+        next_report_seconds, reported = report_seconds, set[str]()
         with self._changed:
             while len(self._arrivals) < self.place.num_nodes - 1 and not self._problems:
                 self._drop_closed()
@@ -321,13 +327,14 @@ def join_head(
     problem: str = "",
     waits_for_place: bool = False,
     has_met: bool = False,
+    report_seconds: float = _REPORT_SECONDS,
     report: Callable[[str], None] = lambda _: None,
 ) -> LineChannel:
     """Connect to the head, and introduce this node, or say why it can't take part.
 
     A host name without an address is tried again for `host_seconds`. With `waits_for_place`, a head whose nodes are all
     there is asked again until `wait_seconds` are over. So is one that breaks the connection, if this node `has_met` it
-    before. `report` gets a line if the head can't be reached at first, has no place, or is gone.
+    before. `report` gets a line if the head can't be reached for `report_seconds`, has no place, or is gone.
 
     Raises:
         MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
@@ -335,7 +342,9 @@ def join_head(
     """
     deadline, reported = time.monotonic() + wait_seconds, ""
     while True:
-        channel = _connect(place, deadline=deadline, host_seconds=host_seconds, report=report)
+        channel = _connect(
+            place, deadline=deadline, host_seconds=host_seconds, report_seconds=report_seconds, report=report
+        )
         answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
         if isinstance(answer, dict) and answer.get("do") == "welcome":
             return channel
@@ -353,13 +362,15 @@ def join_head(
         time.sleep(_FULL_RETRY_SECONDS)
 
 
-def _connect(place: NodePlace, *, deadline: float, host_seconds: float, report: Callable[[str], None]) -> LineChannel:
+def _connect(
+    place: NodePlace, *, deadline: float, host_seconds: float, report_seconds: float, report: Callable[[str], None]
+) -> LineChannel:
     """Return the connection to the head.
 
     Raises:
         MachineError: it can't be reached until `deadline`, or its name has no address for `host_seconds`.
     """
-    report_time = time.monotonic() + _REPORT_SECONDS
+    report_time = time.monotonic() + report_seconds
     unknown_since: float | None = None
     while True:
         try:
@@ -370,7 +381,7 @@ def _connect(place: NodePlace, *, deadline: float, host_seconds: float, report: 
             if is_unknown and unknown_since is None:
                 unknown_since, report_time = now, now  # is said at once
             elif not is_unknown and unknown_since is not None:
-                unknown_since, report_time = None, now + _REPORT_SECONDS
+                unknown_since, report_time = None, now + report_seconds
             end_time = deadline if unknown_since is None else min(deadline, unknown_since + host_seconds)
             problem = _unknown_host(place) if is_unknown else _unreachable_head(place, error)
             if now > end_time:

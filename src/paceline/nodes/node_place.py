@@ -16,6 +16,7 @@ PLAYED_NODES = "PACELINE_PLAYED_NODES"
 """The variable that says to the command of a node that another command plays all nodes on this machine."""
 COUNTS = re.compile(r"((?P<least>\d+):)?(?P<count>\d+)")
 """The pattern of one number of nodes, or of the smallest and the largest."""
+COUNTS_RULE = "there must be at least one node, and the smaller number comes first"
 _NODES = re.compile(rf"{COUNTS.pattern}:(?P<host>[^:]+)(:(?P<port>\d+))?")
 _FORMS = (
     "it is N or MIN:MAX (`paceline train` plays the nodes on this machine), N:HOST, N:HOST:PORT, MIN:MAX:HOST or "
@@ -50,8 +51,12 @@ class NodePlace:
         """The place as a value of `--nodes`; without a host if one command plays all nodes."""
         if self.is_played:
             return self.counts
-        port = "" if self.port == DEFAULT_PORT else f":{self.port}"
-        return f"{self.counts}:{self.head_host}{port}"
+        return f"{self.counts}:{self.head}"
+
+    @property
+    def head(self) -> str:
+        """The host of node 0, and the port if it is not the usual one, as a part of `--nodes`."""
+        return self.head_host if self.port == DEFAULT_PORT else f"{self.head_host}:{self.port}"
 
     @property
     def counts(self) -> str:
@@ -79,7 +84,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
     """
     is_extra_task = _is_step(environ) and environ.get("SLURM_LOCALID", "0") != "0"
     if nodes is None and node is not None:
-        raise UsageError("--node needs --nodes.", hint=f"--nodes N:HOST --node {node}")
+        raise UsageError("--node needs --nodes.", hint=f"--nodes {max(2, node + 1)}:HOST --node {max(0, node)}")
     if nodes is None:
         if _is_step(environ):
             return _slurm_place(environ, is_extra_task=is_extra_task)
@@ -93,8 +98,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
-        text = f"--nodes {nodes}: there must be at least one node, and the smaller number comes first."
-        raise UsageError(text, hint=f"--nodes 2:4:{match['host']} for 2 to 4 nodes")
+        raise UsageError(f"--nodes {nodes}: {COUNTS_RULE}.", hint=f"--nodes {possible_counts(nodes)}:{match['host']}")
     if not 0 < port <= _MAX_PORT:
         raise UsageError(f"--nodes {nodes}: the port is 1 to {_MAX_PORT}.", hint=f"--nodes 2:{match['host']}")
     number = _own_number(environ) if node is None else node
@@ -111,6 +115,15 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         is_played=PLAYED_NODES in environ,
         is_extra_task=is_extra_task,
     )
+
+
+def possible_counts(nodes: str) -> str:
+    """Return the numbers of nodes that were probably meant by impossible ones: 2 for 0, 2:4 for 4:2 or 4:2:host1."""
+    match = COUNTS.match(nodes)
+    numbers = [] if match is None else [int(text) for text in (match["least"], match["count"]) if text]
+    if not any(numbers):
+        return "2"
+    return ":".join(map(str, sorted(max(1, number) for number in numbers)))
 
 
 def _unreadable(nodes: str) -> UsageError:

@@ -200,6 +200,20 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     return requested_run, str(checkpoint or newest_checkpoint(origin))
 
 
+def check_resume(name: str, *, run: str, resume: str | None) -> None:
+    """Check that `choose_run` finds what to resume, without a word about damaged checkpoints.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+    """
+    if not resume:
+        choose_run(name, run=run, resume=resume)
+    elif "://" not in resume:
+        origin, checkpoint = find_run(resume)
+        if not run or Path(run).resolve() == origin.path.resolve():
+            _refuse_superseded_checkpoint(origin, checkpoint)
+
+
 def newest_checkpoint(run: RunFolder, *, reports_damaged: bool = True) -> Path:
     """Return the newest valid checkpoint; with `reports_damaged`, print newer damaged ones to standard error.
 

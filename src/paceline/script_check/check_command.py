@@ -35,7 +35,7 @@ class CheckOptions:
 
 def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
     """Run the verb; `command` is what follows `--`. Return the exit code, the value for `--json`, and the text."""
-    _refuse(options, command)
+    _refuse(options)
     folder = Path(options.out) if options.out else Path(tempfile.mkdtemp(prefix="paceline-check-"))
     try:
         verdict, wrappers = check_script(command, options, folder)
@@ -70,10 +70,8 @@ def check_script(command: list[str], options: CheckOptions, folder: Path) -> tup
     return verdict, wrappers
 
 
-def _refuse(options: CheckOptions, command: list[str]) -> None:
-    """Raise an error if the command is missing, or the folder has something in it."""
-    if not command:
-        raise UsageError("check needs the command of a training after `--`.", hint=_EXAMPLE)
+def _refuse(options: CheckOptions) -> None:
+    """Raise an error if an option can't be used, or the folder has something in it."""
     if options.steps < 0 or options.wait <= 0:
         raise UsageError("--steps can't be negative, and --wait must be positive.", hint="--steps 8 --wait 600")
     if options.out and Path(options.out).exists() and (Path(options.out).is_file() or any(Path(options.out).iterdir())):

@@ -20,7 +20,7 @@ def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> Submiss
     head = {"jobset": f"{name}-node-0-0.{name}", "job": f"{name}-0.{name}"}.get(kind)
     more = [] if head is None else ["--nodes", f"{submission.num_nodes}:{head}"]
     if kind == "job":
-        more += ["--nodes.restarts", str(MAX_RESTARTS)]
+        more += submission.default_setting("nodes.restarts", MAX_RESTARTS)
     gpus = {"nvidia.com/gpu": str(submission.ranks_per_node)} if submission.uses_gpus else {}
     values = {
         **submission.values(),

@@ -40,11 +40,12 @@ def sagemaker_file(submission: Submission, needs: SageMakerOptions) -> Submissio
     seconds = math.ceil(submission.hours * _SECONDS_PER_HOUR)
     stop = {"MaxRuntimeInSeconds": seconds, **({"MaxWaitTimeInSeconds": 2 * seconds} if is_spot else {})}
     file_system = _FILE_SYSTEM.fullmatch(needs.storage)
-    words = ["--nodes.restarts", str(_MAX_RETRIES)]
+    words = submission.default_setting("nodes.restarts", _MAX_RETRIES)
     if file_system is None:
         _refuse_storage(submission, needs.storage)
         remote = f"{needs.storage.rstrip('/')}/{submission.name}"
-        own, words = replace(submission, run=f"{_CHECKPOINT_FOLDER}/run"), [*words, "--checkpoint.remote", remote]
+        own = replace(submission, run=f"{_CHECKPOINT_FOLDER}/run")
+        words += submission.default_setting("checkpoint.remote", remote)
         stores: dict[str, Any] = {
             "CheckpointConfig": {"S3Uri": f"{remote}/files", "LocalPath": _CHECKPOINT_FOLDER},
         }

@@ -31,6 +31,8 @@ class Submission:
     hours: float
     uses_gpus: bool
     image: str = ""
+    own_settings: frozenset[str] = frozenset()
+    """The names of the settings that the user gives, in `words` or in a file that they name."""
 
     @property
     def name(self) -> str:
@@ -40,9 +42,13 @@ class Submission:
         return text[:_MAX_NAME].rstrip("-")
 
     def train_command(self, *more: str) -> list[str]:
-        """Return the command of each node."""
+        """Return the command of each node. `more` are further options; settings of the user come after them."""
         per_node = ["--ranks-per-node", str(self.ranks_per_node), "--run-dir", self.run]
         return ["paceline", "train", self.job, *per_node, *more, *self.words]
+
+    def default_setting(self, name: str, value: object) -> list[str]:
+        """Return the words of a setting for `train_command`; none if the user gives it."""
+        return [] if name in self.own_settings else [f"--{name}", str(value)]
 
     def values(self) -> dict[str, str]:
         """Return the values that all templates have in common."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, RollbackError
 from paceline.launch.agent.restart_policy import (
     Action,
     AttemptEnded,
@@ -46,6 +46,24 @@ def is_over(actions: list[Action]) -> bool:
 
 def test_a_killed_rank_is_followed_by_an_attempt_at_once() -> None:
     assert started().handle(end(KILL)) == [StartAttempt(after=KILL)]
+
+
+def test_on_several_nodes_a_line_is_printed_before_each_restart_also_before_an_immediate_one() -> None:
+    policy = RestartPolicy()
+    policy.handle(RunRequested(can_restart=True, max_restarts=3, max_node_restarts=0))
+    lines = []
+    for attempt in range(3):
+        kill = replace(KILL, step=KILL.step + attempt)
+        lines += [action.text for action in policy.handle(end(kill)) if isinstance(action, PrintLine)]
+        policy.handle(TimePassed(time=10.0))
+    assert [line.partition("; ")[2] for line in lines] == [
+        "restarting (restart 1 of 3 without a new checkpoint)",
+        "restarting (restart 2 of 3 without a new checkpoint)",
+        "restarting in 1 s (restart 3 of 3 without a new checkpoint)",
+    ]
+    rollback = replace(KILL, kind=RollbackError.__name__)
+    actions = policy.handle(end(rollback))
+    assert actions == [PrintLine(text=f"{rollback.summary}; restarting"), StartAttempt(after=rollback)]
 
 
 @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED])

@@ -42,3 +42,16 @@ def test_of_many_ranks_only_the_first_are_named() -> None:
 
 def test_the_loopback_address_is_that_of_every_machine() -> None:
     assert all(not address.startswith("127.") for address in this_machine()["addresses"]) and this_machine()["host"]
+
+
+def test_machines_with_one_host_name_are_two() -> None:
+    machines = PeerMachines()
+    own = this_machine()
+    other = {"host": own["host"], "addresses": ["198.51.100.7", "172.17.0.9"]}
+    machines.record([own, other, other])
+    assert (
+        machines.describe("Connection closed by peer [198.51.100.7]:1") == f"{own['host']} (198.51.100.7, ranks 1, 2)"
+    )
+    assert machines.hosts[0] != machines.hosts[1] == machines.hosts[2] == f"{own['host']} at 198.51.100.7"
+    for address in own["addresses"]:
+        assert machines.describe(f"Connection closed by peer [{address}]:1") == ""

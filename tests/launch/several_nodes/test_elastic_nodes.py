@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def test_nodes_come_and_go_without_a_lost_step(shop: Shop, layout: str) -> None:
     assert "continuing on 2 of 3 nodes, with 2 ranks" in ends[0].err, ends[0].screen
     assert (run / "logs/attempt-3").is_dir() and not (run / "logs/attempt-4").exists()
     assert trained_steps(run) == list(range(1, STEPS + 1))
+    told = shop.run("why", "many").out.splitlines()[1:]
+    host = r"\([^ ,]+"
+    assert len(told) == 2, told
+    came = rf"  attempt 1: node 2 {host}, rank 2\) came at step \d+ after \d+\.\d s; "
+    assert re.fullmatch(rf"{came}continued on 3 nodes and 3 ranks, with node 2 {host}\)", told[0]), told
+    went = rf"  attempt 2: node 2 {host}, rank 2\) left \(.*asked to stop\) at step \d+ after \d+\.\d s; "
+    assert re.fullmatch(rf"{went}continued on 2 nodes and 2 ranks, without node 2 {host}\)", told[1]), told
     assert shop.train("one", "--train.exact", "true", "--layout", layout, ranks=2, steps=STEPS).code == 0
     assert shop.digest("many") == shop.digest("one")
 
@@ -64,6 +72,10 @@ def test_a_killed_node_is_replaced_by_none_and_the_layout_says_how_many_train(sh
     ends = [nodes.end(node) for node in (0, 1, 3)]
     assert [end.code for end in ends] == [0, 0, 0], [end.screen for end in ends]
     assert "node 2 (" in ends[0].err and "continuing on 2 of 4 nodes, with 2 ranks" in ends[0].err, ends[0].screen
+    told = shop.run("why", "many").out
+    assert re.search(r"attempt 1: node 2 .* is gone: .*; restarted in .*; continued on 2 nodes and 2 ranks, ", told), (
+        told
+    )
     words = ("--train.exact", "true", "--layout", "pp=2,dp_shard=-1")
     assert shop.train("one", *words, ranks=4, steps=STEPS).code == 0
     assert shop.digest("many") == shop.digest("one")

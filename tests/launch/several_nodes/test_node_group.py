@@ -29,6 +29,7 @@ from paceline.launch.several_nodes.node_messages import (
     as_message,
     part_ended,
 )
+from paceline.launch.several_nodes.node_stays import lost_node_lines, read_node_stays
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.node_link import NodeLink
 from paceline.run_folder.run_folder import RunFolder
@@ -217,6 +218,32 @@ def test_a_node_whose_agent_ends_is_lost_and_the_run_can_be_started_again(nodes:
     assert result.failure.summary == expected
 
 
+class NodesOfOneName(Nodes3):
+    """Members whose machines have the same host name."""
+
+    def member(self, node: int) -> Member:
+        link = super().member(node).link
+        link.channel.peer_address = f"10.0.0.{node + 1}"
+        return Member(host="ip-10", link=link)
+
+
+def test_nodes_with_one_host_name_are_told_apart_by_their_address(tmp_path: Path) -> None:
+    nodes = NodesOfOneName()
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    failure = Failure(rank=4, kind="RuntimeError", message="no", screen="no", exit_code=1)
+    nodes.say(2, code=1, failure=failure)
+    wait_until(nodes.group.has_failed)
+    assert nodes.group._results[2].failure.rank_name == "rank 4 on ip-10 at 10.0.0.3"  # type: ignore[union-attr]
+    nodes.channels[1].close()
+    wait_until(lambda: nodes.group.has_failed() and 1 in nodes.group._results)
+    lost = nodes.group._results[1].failure
+    assert lost is not None and lost.message.startswith("node 1 (ip-10 at 10.0.0.2, ranks 2-3) is gone"), lost
+    (line,) = lost_node_lines(tmp_path, 1)
+    assert line.startswith("node 1 (ip-10 at 10.0.0.2, ranks 2-3) left at")
+    assert [stay.host for stay in read_node_stays(tmp_path)[0].nodes] == ["host0", "ip-10", "ip-10"]
+    nodes.close()
+
+
 def test_a_silent_node_is_named_and_is_lost_after_the_patience(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +260,37 @@ def test_a_silent_node_is_named_and_is_lost_after_the_patience(
     result = finish(nodes)
     assert result.failure is not None and "node 1 (host1, ranks 2-3) is gone: nothing for 1 s" in result.failure.message
     assert "node 1 (host1, ranks 2-3): nothing for 1 s; it counts as gone after 1 s" in capsys.readouterr().err
+    nodes.close()
+
+
+def test_a_head_that_hears_no_member_any_more_blames_its_own_network(tmp_path: Path) -> None:
+    nodes = Nodes3(patience=1.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    wait_until(nodes.group.has_failed)
+    result = finish(nodes, replace(DONE, exit_code=1))
+    assert result.exit_code == 75 and result.failure is not None and result.failure.kind == LOST_NODE
+    assert result.failure.message == (
+        "node 0 (host0, ranks 0-1) itself is probably cut off from the network: nothing for 1 s from "
+        "node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5); last step 12"
+    )
+    assert (
+        "check first, on node 0: its link (ip -br link), then the way to another node (ping " in result.failure.screen
+    )
+    nodes.close()
+
+
+@pytest.mark.parametrize("is_first_closed", [True, False])
+def test_members_whose_agents_end_are_not_cut_off(tmp_path: Path, is_first_closed: bool) -> None:
+    """An agent that ends is noticed over the network, which therefore works."""
+    nodes = Nodes3(patience=1.0)
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    if is_first_closed:
+        nodes.channels[2].close()
+    wait_until(nodes.group.has_failed)
+    result = finish(nodes, replace(DONE, exit_code=1))
+    assert result.failure is not None and " is gone: " in result.failure.message
+    assert "cut off" not in result.failure.message
     nodes.close()
 
 

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from paceline.commands.common import node_networks
+from paceline.commands.common import local_nodes, node_networks
+from paceline.config.secret_settings import HIDDEN
 from tests.conftest import Shop
 from tests.launch.several_nodes.own_nodes import wait_for_step, written
 from tests.nodes.network_nodes import ENVIRON, can_make_nodes
@@ -40,6 +42,30 @@ def test_a_node_that_the_user_cuts_off_by_the_printed_line_is_lost_and_no_networ
 
 
 @needs_root
+def test_a_head_that_is_cut_off_says_so_and_continues_once_its_link_is_back(shop: Shop) -> None:
+    words = ("--nodes.patience", "3", "--nodes.restarts", "1", "--checkpoint.every", "5", "--train.steps", "60")
+    process = shop.start(
+        "train", "job.py", "--nodes", "3", "--train.threads", "1", "--run-dir", "cut", *words, environ={"PAUSE": "0.03"}
+    )
+    wait_for_step(shop.path / "cut", 8)
+    name = f"paceline-{process.pid}-node0"
+    subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True, env=ENVIRON)
+    line = _printed_line(process, "node 0 (node0, rank 0) itself is probably cut off from the network: ")
+    subprocess.run(["ip", "-n", name, "link", "set", "eth0", "up"], check=True, env=ENVIRON)
+    assert re.fullmatch(
+        r"nothing for \d s from node \d \(node\d, rank \d\) and node \d \(node\d, rank \d\); last step \d+; "
+        r"waiting for the others \(restart 1 of 1\)",
+        line,
+    ), line
+    assert process.stderr is not None
+    hint = process.stderr.readline()
+    way = r"then the way to another node \(ping 10\.83\.0\.[23]\)\n"
+    assert re.fullmatch(rf"  check first, on node 0: its link \(ip -br link\), {way}", hint), hint
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+
+
+@needs_root
 def test_a_killed_start_leaves_networks_that_the_next_one_removes(shop: Shop) -> None:
     first = shop.start(*WORDS, "--run-dir", "first", "--train.steps", "5000", environ={"PAUSE": "0.02"})
     wait_for_step(shop.path / "first", 2)
@@ -62,6 +88,52 @@ def test_a_killed_start_leaves_networks_that_the_next_one_removes(shop: Shop) ->
         assert namespaces(first.pid) == [] and namespaces(os.getpid()) == [own]
     finally:
         subprocess.run(["ip", "netns", "delete", own], check=True, env=ENVIRON)
+
+
+@needs_root
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_node_starts_again_by_the_printed_line(shop: Shop, node: int) -> None:
+    words = (*WORDS, "--run-dir", "many", "--nodes.restarts", "1", "--checkpoint.every", "5", "--train.steps", "60")
+    process = shop.start(*words, environ={"PAUSE": "0.03"})
+    line = _printed_line(process, "start a killed node again: ")
+    assert line.endswith("--nodes 2:10.83.0.1 --node 1") and f"paceline-{process.pid}-node1" in line, line
+    line = line.replace("-node1 ", f"-node{node} ").replace("--node 1", f"--node {node}")
+    wait_for_step(shop.path / "many", 8, rank=1)
+    for pid in _pids(f"paceline-{process.pid}-node{node}"):
+        with suppress(ProcessLookupError):  # it has ended with its parent
+            os.kill(int(pid), signal.SIGKILL)
+    typed = line.replace(" paceline train ", f" {sys.executable} -m paceline train ", 1)
+    again = shop.call(["sh", "-c", typed], environ={"PAUSE": "0.03"})
+    assert again.code == 0, again.text
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == (128 + signal.SIGKILL if node == 0 else 0), out + err
+    assert written(shop.path / "many", "weights.json")["step"] == 60
+
+
+def test_on_the_loopback_interface_the_line_has_the_port(shop: Shop) -> None:
+    words = (*WORDS, "--run-dir", "many", "--nodes.restarts", "1", "--train.steps", "4")
+    done = shop.run(*words, environ={"PACELINE_LOOPBACK": "1"})
+    line = re.search(r"start a killed node again: PACELINE_PLAYED_NODES=2 (paceline train .*)", done.err)
+    assert line is not None and re.search(r"--nodes 2:127\.0\.0\.1:\d+ --node 1$", line[1]), done.text
+
+
+def test_the_line_shows_no_secret() -> None:
+    typed = ["--job.token", "abc", "--job.api_key=def", "--train.steps", "4", "--train.exact=true"]
+    shown = ["--job.token", HIDDEN, f"--job.api_key={HIDDEN}", "--train.steps", "4", "--train.exact=true"]
+    assert local_nodes._without_secrets(typed) == shown
+
+
+def test_no_line_starts_a_node_again_if_nobody_waits_for_it(shop: Shop) -> None:
+    done = shop.run(*WORDS, "--run-dir", "many", "--train.steps", "4", environ={"PACELINE_LOOPBACK": "1"})
+    assert done.code == 0 and "start a killed node again" not in done.err, done.text
+
+
+def _printed_line(process: "subprocess.Popen[str]", prefix: str) -> str:
+    """Return what follows the prefix on the screen, as soon as it is there."""
+    assert process.stderr is not None
+    while prefix not in (line := process.stderr.readline()):
+        assert line, f"no line with {prefix!r}"
+    return line.partition(prefix)[2].strip()
 
 
 def _pids(name: str) -> list[str]:

@@ -29,6 +29,11 @@ def test_lines_of_other_nodes_begin_with_their_number_and_the_line_to_resume_is_
     assert not NUMBERED.search(out) and "starting 3 processes on 3 nodes" in out
     line = "Stopped and saved. Resume: paceline train job.py --run-dir many --nodes 3 --train.steps 2000"
     assert [said for said in (out + err).splitlines() if "Resume:" in said] == [line], out + err
+    (saved,) = re.findall(r"^saved step-0*(\d+)", out, re.MULTILINE)
+    point = f"  it continues from step {saved} (disk): many/checkpoints/step-{int(saved):08}"
+    assert f"{line}\n{point}\n" in out + err, out + err
+    shown = shop.run("why", "many")
+    assert shown.out.endswith(f"{line.partition('saved. ')[2]}\n{point}\n"), shown.text
 
 
 def test_the_line_to_resume_has_the_update_rule_and_the_ranks_as_typed(shop: Shop) -> None:
@@ -56,6 +61,7 @@ def test_after_the_death_of_the_head_the_command_itself_says_the_line_to_resume(
     assert process.returncode == 128 + signal.SIGKILL, out + err
     line = "node 0 was ended by SIGKILL. Resume: paceline train job.py --run-dir many --nodes 2 --train.steps 2000"
     assert [said for said in (out + err).splitlines() if "Resume:" in said] == [line], out + err
+    assert f"{line}\n  it finds no complete checkpoint in many/checkpoints\n" in out + err, out + err
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,8 @@ def test_after_the_death_of_the_head_the_command_itself_says_the_line_to_resume(
         (("--layout", "tp=3"), "tp=3 needs 3 ranks", ""),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes", ""),
         (("--allow", "colour"), "colour", ""),
+        (("--resume", "runs/nowhere"), "there is no run runs/nowhere", "ls -d runs/*/*/"),
+        (("--resume",), "there is no run of job to resume", "the same command without --resume"),
     ],
 )
 def test_a_command_that_can_not_train_is_refused_once_before_a_network_is_made(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_a_rank_that_is_killed_on_another_node_restarts_the_run_on_all_nodes(sho
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
     assert "rank 3 on " in ends[0].out and "killed by SIGKILL at step 5" in ends[0].out, ends[0].screen
+    assert "killed by SIGKILL at step 5; restarting (restart 1 of 3 without a new checkpoint)" in ends[0].err
     assert shop.train("one", "--train.threads", "1", ranks=4, steps=STEPS).code == 0
     assert shop.digest("many") == shop.digest("one")
 
@@ -79,6 +81,7 @@ def test_a_node_that_is_killed_ends_all_and_the_run_can_be_started_again(shop: S
     for end in (ends[0], ends[2]):
         assert "node 1 (" in end.screen and "rank 1) is gone" in end.screen, end.screen
     assert f"on every node: paceline train job.py --run-dir many --nodes {nodes.option}" in ends[0].screen
+    assert re.search(r"\n  it continues from step \d+ \(disk\): many/checkpoints/step-\d+\n", ends[0].screen)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
 
 
@@ -111,6 +114,9 @@ def test_the_head_may_be_killed_and_started_again_too(shop: Shop) -> None:
     ends = nodes.ends()
     assert [end.code for end in ends] == [0, 0], [end.screen for end in ends]
     assert "node 0 (" in ends[1].err and "waiting for it (restart 1 of 2)" in ends[1].err, ends[1].screen
+    told = shop.run("why", "many").out
+    lost = r"attempt 1: node 0 \([^ ]+, rank 0\) is gone: its agent has ended, .*; last step \d+; "
+    assert re.search(rf"{lost}started again from step \d+ \(disk\) after \d+\.\d s\n", told), told
     assert shop.train("one", "--train.exact", "true", ranks=2, steps=60).code == 0
     assert shop.digest("many") == shop.digest("one")
 
@@ -197,6 +203,14 @@ def test_an_interface_that_a_node_does_not_have_ends_all_before_anything_starts(
     assert not (shop.path / "many/logs").exists()
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_run_to_resume_that_is_not_there_is_said_before_the_nodes_meet(shop: Shop, node: int) -> None:
+    nodes = nodes_of(shop, "many", "--resume", "runs/nowhere", "--nodes.wait", "100")
+    nodes.start(node)
+    end = nodes.end(node, timeout=80)
+    assert end.code == 2 and end.err.startswith("error: there is no run runs/nowhere."), end.screen
+
+
 def test_each_node_may_have_another_working_folder(shop: Shop) -> None:
     """The job and the run folder are then given by absolute paths."""
     nodes = nodes_of(shop, str(shop.path / "many"))
@@ -281,7 +295,7 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "2"), "--ranks-per-node, the number of processes on each machine"),
+        (("--ranks", "2"), "--ranks-per-node 1, the number of processes on each machine"),
         (("--layout", "threads"), "layout threads is one process"),
         (("--update", "hogwild"), "its workers share the memory of one machine"),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),

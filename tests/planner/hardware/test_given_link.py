@@ -27,17 +27,19 @@ def write(folder: Path, *links: dict[str, object]) -> str:
 
 @pytest.mark.parametrize(("text", "rate"), [("20Mbit/s", 2.5e6), (" 20 Mbit/s ", 2.5e6), ("1.5GB/s", 1.5e9)])
 def test_a_rate_is_that_of_a_whole_machine(text: str, rate: float) -> None:
-    link = read_given_link(text)
+    link = read_given_link(text).link
     assert (link.bytes_per_second, link.is_shared, link.origin) == (rate, True, "given")
     assert "latency is assumed" in link.source
 
 
 def test_a_name_of_the_catalogue() -> None:
-    assert read_given_link("ETH-10g") == replace(LINKS["eth-10g"], origin="given")
+    assert read_given_link("ETH-10g").link == replace(LINKS["eth-10g"], origin="given")
 
 
 def test_the_slowest_measured_link_counts_with_half_of_the_longest_ping(tmp_path: Path) -> None:
-    link = read_given_link(write(tmp_path, measured(1, 0, 5e8, ping=2e-3), measured(0, 2, 2.4e6), measured(2, 0, 3e6)))
+    link = read_given_link(
+        write(tmp_path, measured(1, 0, 5e8, ping=2e-3), measured(0, 2, 2.4e6), measured(2, 0, 3e6))
+    ).link
     assert link.name == "node 0 -> node 2" and link.is_shared and link.origin == "measured"
     assert (link.bytes_per_second, link.latency_seconds) == (2.4e6, 1e-3)
     cluster = replace(parse_cluster("2xcpu"), nodes=2, devices=1, between=link)
@@ -48,7 +50,7 @@ def test_the_slowest_measured_link_counts_with_half_of_the_longest_ping(tmp_path
 def test_a_file_whose_name_begins_with_a_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(write(tmp_path, measured(0, 1, 7e6))).rename(tmp_path / "2nodes.json")
     monkeypatch.chdir(tmp_path)
-    assert read_given_link("2nodes.json").bytes_per_second == 7e6
+    assert read_given_link("2nodes.json").link.bytes_per_second == 7e6
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.launch.run_outcome import (
     LaunchOutcome,
     can_resume_run,
+    describe_resume_point,
     failure_as_json,
     final_message,
     joined_failure_as_json,
@@ -155,7 +156,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
     if place is not None:
         ranks = choose_ranks_of_nodes(common.ranks_per_node, place, requested_layout, device, problems)
-        problems += refuse_on_nodes(ranks=common.ranks, layout=requested_layout, settings=settings)
+        problems += refuse_on_nodes(place, ranks=common.ranks, layout=requested_layout, settings=settings)
         problems += rule_planning(update).refuse_nodes(update, num_nodes=place.num_nodes, num_ranks=ranks)
     compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
     layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
@@ -313,6 +314,8 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
             else resume_command,
         )
     screen = final_message(launch_outcome, resume_command=resume_command, extra_lines=extra_lines)
+    if screen and resume_command and task.nodes:
+        screen = f"{screen}\n{describe_resume_point(RunFolder(Path(task.run)))}"
     json_fields: dict[str, Any] = {"restarts": launch_outcome.restarts} if task.verb == "train" else {}
     json_fields |= failure_as_json(launch_outcome, resume_command=resume_command)
     json_fields |= {"changes": list(extra_lines)} if extra_lines else {}

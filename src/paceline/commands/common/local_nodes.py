@@ -1,6 +1,7 @@
 """Several nodes on this machine, for learning and for tests: `--nodes 3` starts the command once for each of them."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -9,16 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import IO
 
 from paceline.commands.command_table import TrainOptions
 from paceline.commands.common.node_networks import NodeNetworks, open_node_networks
+from paceline.config.secret_settings import mask_value
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
-from paceline.nodes.node_place import COUNTS, DEFAULT_PORT, PLAYED_NODES, NodePlace
+from paceline.launch.run_outcome import describe_resume_point
+from paceline.nodes.node_place import COUNTS, COUNTS_RULE, DEFAULT_PORT, PLAYED_NODES, NodePlace, possible_counts
+from paceline.run_folder.run_folder import RunFolder
 
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
@@ -36,28 +41,33 @@ def played_place(options: TrainOptions) -> NodePlace | None:
         return None
     num_nodes = int(match["count"])
     least_nodes = int(match["least"] or num_nodes)
-    if not 1 < num_nodes <= _MAX_NODES:
-        hint = f"--nodes 2 plays 2 of them, at most {_MAX_NODES}; --nodes {num_nodes}:HOST needs a machine for each"
-        raise UsageError(f"--nodes {options.nodes} plays nodes on this machine.", hint=hint)
     if not 1 <= least_nodes <= num_nodes:
-        text = f"--nodes {options.nodes}: there must be at least one node, and the smaller number comes first."
-        smaller, larger = sorted((max(1, least_nodes), num_nodes))
-        raise UsageError(text, hint=f"--nodes {smaller}:{larger}")
+        raise UsageError(f"--nodes {options.nodes}: {COUNTS_RULE}.", hint=f"--nodes {possible_counts(match[0])}")
+    if num_nodes == 1:
+        hint = "--nodes 2 plays two; without --nodes, this machine trains alone"
+        raise UsageError(f"--nodes {options.nodes} plays nodes on this machine, at least two.", hint=hint)
+    if num_nodes > _MAX_NODES:
+        text = f"--nodes {options.nodes} plays nodes on this machine, at most {_MAX_NODES}."
+        raise UsageError(text, hint=f"--nodes {_MAX_NODES}; --nodes {options.nodes}:HOST needs a machine for each")
     if options.node is not None:
-        raise UsageError("--node needs the host of node 0.", hint=f"--nodes {num_nodes}:HOST --node {options.node}")
+        count = max(num_nodes, options.node + 1)
+        raise UsageError("--node needs the host of node 0.", hint=f"--nodes {count}:HOST --node {options.node}")
     return NodePlace(
         num_nodes=num_nodes, least_nodes=least_nodes, head_host=_LOOPBACK, port=DEFAULT_PORT, node=0, is_played=True
     )
 
 
-def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[str], *, resume_command: str) -> int:
+def run_local_nodes(
+    num_nodes: int, options: TrainOptions, settings: Sequence[str], *, resume_command: str, can_return: bool
+) -> int:
     """Start the command of each node, with its output on this screen; return the exit code of the head.
 
     Each node has a network of its own if this process may make them; else all use the loopback interface. A stop signal
     to this process goes to all nodes. If the head is killed, it can't print `resume_command`, so this process does.
+    With `can_return`, the others wait for a lost node, and the screen shows the line that starts it again.
     """
     if options.dry_run:
-        return _run_on_networks(num_nodes, options, settings, networks=None)
+        return _run_on_networks(num_nodes, options, settings, networks=None, can_return=False)
     with open_node_networks(num_nodes) as networks:
         if isinstance(networks, NodeNetworks):
             lines = list(networks.usage_lines())
@@ -65,16 +75,22 @@ def run_local_nodes(num_nodes: int, options: TrainOptions, settings: Sequence[st
             lines = [f"{num_nodes} nodes as processes on {_LOOPBACK}: {networks}"]
         for line in lines:
             print_line(line, sys.stderr)
-        code = _run_on_networks(
-            num_nodes, options, settings, networks=networks if isinstance(networks, NodeNetworks) else None
-        )
+        own_networks = networks if isinstance(networks, NodeNetworks) else None
+        code = _run_on_networks(num_nodes, options, settings, networks=own_networks, can_return=can_return)
     if -code in set(signal.Signals) - set(STOP_SIGNALS):
         print_line(f"node 0 was ended by {signal.Signals(-code).name}. Resume: {resume_command}", sys.stderr)
+        if options.run_dir is not None:
+            print_line(describe_resume_point(RunFolder(Path(options.run_dir))), sys.stderr)
     return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
 
 
 def _run_on_networks(
-    num_nodes: int, options: TrainOptions, settings: Sequence[str], *, networks: NodeNetworks | None
+    num_nodes: int,
+    options: TrainOptions,
+    settings: Sequence[str],
+    *,
+    networks: NodeNetworks | None,
+    can_return: bool,
 ) -> int:
     """Start the command of each node, on its network if there are networks; return the exit code of the head.
 
@@ -82,8 +98,14 @@ def _run_on_networks(
     code is negative if a signal has ended the head.
     """
     head = f"{_LOOPBACK}:{_free_port()}" if networks is None else networks.head
-    words = [*_as_words(options), *settings, "--nodes", f"{options.nodes}:{head}"]
+    place = ["--nodes", f"{options.nodes}:{head}"]
+    words = [*_as_words(options), *settings, *place]
     command = [sys.executable, *module_path_options(), "-m", "paceline", "train", *words]
+    if can_return:
+        last = num_nodes - 1
+        typed = ["paceline", "train", *_as_words(options), *_without_secrets(settings), *place, "--node", str(last)]
+        line = shlex.join(typed if networks is None else networks.enter(last, typed))
+        print_line(f"  start a killed node again: {PLAYED_NODES}={num_nodes} {line}", sys.stderr)
     processes: list[subprocess.Popen[bytes]] = []
     environ = {**os.environ, PLAYED_NODES: str(num_nodes)}
     end_with_this = partial(die_with_parent, os.getpid())
@@ -135,6 +157,19 @@ def _as_words(options: TrainOptions) -> list[str]:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _without_secrets(settings: Sequence[str]) -> list[str]:
+    """Return the settings of a command line with dots in place of secret values."""
+    words, name = list[str](), ""
+    for word in settings:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            words.append(mask_value(name, word))
+        else:
+            words.append(f"--{key}={mask_value(key, value)}" if equals else word)
+        name = key if word.startswith("--") and not equals else ""
     return words
 
 

@@ -13,7 +13,7 @@ from paceline.config.settings import Nodes
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError, PacelineError, Problems, UsageError, list_problems
 from paceline.launch.several_nodes.node_group import Member
-from paceline.nodes.examination import RUN, examine_seats
+from paceline.nodes.examination import RUN, Examination, examine_seats
 from paceline.nodes.finding import Finding
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts
@@ -44,6 +44,8 @@ class NodeAdmission:
         self._newcomers: SimpleQueue[dict[int, Member]] = SimpleQueue()
         self._closed = threading.Event()
         self._examined: list[LineChannel] = []
+        self._print_lock = threading.Lock()
+        self._printed: set[tuple[str, str]] = set()  # the kinds of trouble with the machine, or "" for a note
 
     def admit_first(self) -> dict[int, Member]:
         """Wait for the nodes, and return them by their number.
@@ -132,12 +134,30 @@ class NodeAdmission:
                 end_member(arrival.channel, node=node, exit_code=int(error.exit_code), text=text)
                 self._reception.vacate(arrival.channel)
             raise error
-        for finding in examination.findings:
+        with self._print_lock:
+            new_findings = self._new_findings(examination)
+        for finding in new_findings:
             print_meeting_line(f"{'note' if finding.is_note else 'warning'}: {finding.what} ({finding.hint})")
+        head = examination.host_names[0]
         for node, arrival in seats.items():
             with suppress(OSError):  # the link then says that the node is lost
-                arrival.channel.send({"do": RUN, "node": node, "head": self._facts.host})
+                arrival.channel.send({"do": RUN, "node": node, "head": head})
         return {node: Member(host=seat.hello.host, link=NodeLink(seat.channel)) for node, seat in seats.items()}
+
+    def _new_findings(self, examination: Examination) -> list[Finding]:
+        """Return the findings that were not printed before: a note once, a trouble of a machine once for each machine.
+
+        This node is examined again with each node that comes later.
+        """
+        new: list[Finding] = []
+        machine_of = {node: f"{facts.host} {facts.address}" for node, facts in examination.facts.items()}
+        for finding in examination.findings:
+            machines = {""} if finding.is_note else {machine_of[node] for node in finding.nodes if node in machine_of}
+            troubles = {(finding.kind, machine) for machine in machines} if finding.kind else set()
+            if not troubles or troubles - self._printed:
+                new.append(finding)
+            self._printed |= troubles
+        return new
 
 
 def _refusal_error(refusals: Sequence[Finding]) -> PacelineError:

@@ -37,9 +37,13 @@ class NodeNetworks:
         """The address of node 0."""
         return _address(0)
 
+    def enter(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return the command that runs `command` on a node as a user types it, with the host name of this machine."""
+        return ["ip", "netns", "exec", _namespace(node), *command]
+
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` on a node, with the node's host name."""
-        enter = ["ip", "netns", "exec", _namespace(node), "unshare", "--uts", "sh", "-c", _ENTER]
+        enter = self.enter(node, ["unshare", "--uts", "sh", "-c", _ENTER])
         known = [f"{_address(other)} node{other}" for other in range(self.num_nodes)]
         return [*enter, f"node{node}", "\n".join(["127.0.0.1 localhost", *known, ""]), *command]
 

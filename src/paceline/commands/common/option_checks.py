@@ -1,20 +1,38 @@
 """Checks that refuse invalid options before a process starts."""
 
 import os
-from collections.abc import Collection, Sequence
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, get_args
 
+from paceline.commands.command_table import TrainOptions
 from paceline.config.compression import find_method
 from paceline.config.layout import Layout, LayoutKind
-from paceline.config.merge_settings import RequestedSettings
-from paceline.config.other_tool_options import find_equivalent
+from paceline.config.merge_settings import RequestedSettings, known_settings
+from paceline.config.other_tool_options import OTHER_TOOL_OPTIONS, find_equivalent
 from paceline.config.settings import Settings
 from paceline.config.update_rule import find_rule
-from paceline.console.formatting import did_you_mean
+from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
+from paceline.nodes.launcher_options import (
+    EXAMPLE_HOST,
+    LAUNCHER_OPTIONS,
+    SLURM_OPTIONS,
+    TIME_LIMITS,
+    count_part,
+    largest_count,
+    option_name,
+    slurm_hours,
+    translate_launcher_options,
+)
+from paceline.nodes.node_place import NodePlace
 from paceline.nodes.rank_hints import hint_for_nodes
 
+_MIN_TYPO_LENGTH = 5  # a shorter name resembles too many options of other tools
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 
@@ -79,11 +97,14 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
     return []
 
 
-def refuse_on_nodes(*, ranks: int | None, layout: Layout | None, settings: Settings | None) -> list[PacelineError]:
+def refuse_on_nodes(
+    place: NodePlace, *, ranks: int | None, layout: Layout | None, settings: Settings | None
+) -> list[PacelineError]:
     """Return errors for options that a run on several nodes does not have."""
     problems: list[PacelineError] = []
     if ranks is not None:
-        hint = "--ranks-per-node, the number of processes on each machine"
+        per_node = ranks // place.num_nodes if ranks % place.num_nodes == 0 else ranks
+        hint = f"--ranks-per-node {max(1, per_node)}, the number of processes on each machine"
         problems.append(UsageError(f"--ranks {ranks} with --nodes.", hint=hint))
     if settings is not None and settings.survive.min_ranks is not None:
         hint = "leave it out; --nodes 2:4:HOST continues with fewer nodes"
@@ -100,22 +121,143 @@ def word_for_nodes(problems: Sequence[PacelineError], *, num_nodes: int) -> list
     return list(problems)
 
 
-def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] | None:
-    """Return the likely cause and the command to type if the option is another tool's, or belongs to another option."""
-    name = flag.removeprefix("--")
+@dataclass(frozen=True, kw_only=True)
+class TypedOptions:
+    """The words that were typed after a verb, and the options that the verb has, by their names."""
+
+    verb: str
+    arguments: Sequence[str]
+    option_types: Mapping[str, Any]
+    takes_settings: bool
+
+    def accepts(self, hint: str) -> bool:
+        """Return whether all options and settings that a hint says are there to be typed after the verb."""
+        if not hint.startswith("--"):  # words, or another command
+            return True
+        flags = [word[2:].partition("=")[0] for word in hint.split() if word.startswith("--")]
+        return all(
+            flag.replace("-", "_") in self.option_types or (self.takes_settings and is_setting_name(flag))
+            for flag in flags
+        )
+
+    @property
+    def takes_host(self) -> bool:
+        """Return whether the verb's `--nodes` names a host, too."""
+        return "node" in self.option_types
+
+
+def is_setting_name(name: str) -> bool:
+    """Return whether a setting has this name; any parameter of the job may be one."""
+    return name in known_settings() or name.startswith("job.")
+
+
+def unknown_option_hint(typed: TypedOptions, flag: str, value: str) -> tuple[str, str]:
+    """Return the likely cause and what to type in place of an option that the verb does not have.
+
+    The verb accepts what is to be typed.
+    """
+    verb, name = typed.verb, option_name(flag)
     if verb == "compare" and name in ("update", "updates", "compress"):
         cause = "`compare --layouts` always trains with --update sync and --compress none"
         hint = "paceline train JOB once with each update rule or compression, then paceline compare RUN RUN"
         return cause, hint
-    if (equivalent := find_equivalent(flag, value)) is not None:
-        return equivalent
-    option_text = f"{name}={value}" if value else name
+    own = f"{name}s" if f"{name}s" in typed.option_types else ""  # --rank means --ranks, not powersgd's option rank
+    meant = own or name
+    found = _own_option_hint(typed, own, value) if own else _other_option_hint(typed, name, value)
+    if found is None:
+        foreign = (*OTHER_TOOL_OPTIONS, *LAUNCHER_OPTIONS) if len(name) > _MIN_TYPO_LENGTH else ()
+        meant = own or closest_word(name, (*typed.option_types, *foreign))
+        if meant in typed.option_types:
+            found = _own_option_hint(typed, meant, value)
+        elif meant:
+            found = _other_option_hint(typed, meant, value)
+    if found is not None:
+        return found
+    if meant in typed.option_types:
+        return f"did you mean {as_flag(meant)!r}?", f"paceline {verb} --help"
+    if name in {field.name for field in fields(TrainOptions)}:
+        return f"it is an option of `paceline train`, and {verb} has none of that name", f"leave {flag} out"
+    return "", f"paceline {verb} --help"
+
+
+def as_flag(name: str) -> str:
+    """Return the option with this name, as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _own_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str, str] | None:
+    """Return the hint to type one of the verb's own options; None if it does not take the value."""
+    flag, option_type = as_flag(name), typed.option_types[name]
+    if name == "nodes" and not typed.takes_host:
+        value = count_part(value) if typed.verb == "submit" else largest_count(value)
+    if option_type is bool:
+        return f"did you mean {flag!r}?", flag
+    if not value or value.startswith("--") or number_problems(flag, value, option_type):
+        return None
+    return f"did you mean {flag!r}?", f"{flag} {shlex.quote(value)}"
+
+
+def _other_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str, str] | None:
+    """Return the hint for an option of another tool or of another option; None if there is none for this verb."""
+    flag = as_flag(name)
+    if name in LAUNCHER_OPTIONS:
+        words = typed.arguments
+        if name not in {option_name(word.partition("=")[0]) for word in words}:  # a typing error of it
+            words = [*words, f"{flag}={value}"]
+        line = translate_launcher_options(words, typed.option_types, takes_host=typed.takes_host)
+        if line:
+            cause = f"; the same line on every machine, of which {EXAMPLE_HOST} is the first" * (EXAMPLE_HOST in line)
+            return f"it is another launcher's word{cause}", line
+        return f"paceline {typed.verb} needs no such option", f"leave {flag} out"
+    if typed.verb == "submit" and name in TIME_LIMITS:
+        hours = slurm_hours(value)
+        return "the time limit is given in hours", f"--hours {24 if hours is None else hours:g}"
+    if name in SLURM_OPTIONS:
+        return _slurm_option_hint(typed.verb, name, value)
     rule, method = find_rule(name), find_method(name)
+    option_text = f"{name}={value}" if value else name
+    hints = [find_equivalent(flag, value)]
     if rule is not None:
-        return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{option_text}"
+        hints.append(("it belongs to --update", f"--update {rule}" + ("" if rule == name else f",{option_text}")))
     if method is not None:
-        return (
-            "it belongs to --compress",
-            f"--compress {method}" if method == name else f"--compress {method},{option_text}",
+        hints.append(
+            ("it belongs to --compress", f"--compress {method}" + ("" if method == name else f",{option_text}"))
         )
-    return None
+    return next((hint for hint in hints if hint is not None and typed.accepts(hint[1])), None)
+
+
+def _slurm_option_hint(verb: str, name: str, value: str) -> tuple[str, str] | None:
+    """Return the hint for an option that Slurm itself takes; None for a verb that Slurm does not start."""
+    value = value or "VALUE"
+    if verb == "submit":
+        return "Slurm's own options are given as --using", f"--using {name}={shlex.quote(value)}"
+    if verb not in ("doctor", "train"):
+        return None
+    line = f"srun {as_flag(name)} {shlex.quote(value)} --ntasks-per-node 1 paceline {verb} ..."
+    hint = f"{line}; without Slurm, type the line on the nodes that you want, with their number in --nodes"
+    return "it is an option of srun, which starts the command on the nodes", hint
+
+
+def number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
+    """Return an error if the option takes a number and `value` is not a number."""
+    option_types = {option_type, *get_args(option_type)}
+    number_type = int if int in option_types else float if float in option_types else None
+    if number_type is None or not value or value.startswith("--") or value == "None":
+        return []
+    try:
+        number_type(value)
+    except ValueError:
+        expected = "an integer" if number_type is int else "a number"
+        return [UsageError(f"{flag} {value}: expected {expected}.", hint=_number_hint(flag, value, number_type))]
+    return []
+
+
+def _number_hint(flag: str, value: str, number_type: type) -> str:
+    """Return a value of the same kind as the wrong one: its first number, or the hours of a time limit."""
+    if flag == "--node" and ":" in value:
+        return f"--nodes {value}"
+    hours = slurm_hours(value) if flag == "--hours" else None
+    if hours is not None:
+        return f"{flag} {hours:g}"
+    number = re.match(r"[1-9]\d*", value)
+    return f"{flag} {number[0] if number else 2 if number_type is int else 0.5}"

@@ -2,6 +2,8 @@
 
 import os
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
@@ -11,10 +13,11 @@ from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
+from paceline.errors import UsageError
 from paceline.launch.launcher_variables import JoinedWorld
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, split_counts
 from paceline.nodes.slurm_hosts import step_hosts
-from paceline.run_folder.run_folder import RunFolder
+from paceline.run_folder.run_folder import RunFolder, find_run, read_task
 
 
 def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
@@ -90,3 +93,31 @@ def build_retry_command(task: Task) -> str:
     """Return the resume command of a task with a changed microbatch size, with `--allow` if a checkpoint exists."""
     allow_option = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
     return build_resume_command(task) + allow_option
+
+
+def missing_job_error(arguments: Sequence[str]) -> UsageError:
+    """Return the error for `paceline train` with `--resume` and without a job, with the job that the run names."""
+    resume = next(
+        (
+            word.partition("=")[2] or following
+            for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
+            if word.partition("=")[0] == "--resume"
+        ),
+        "",
+    )
+    others = [word for word in arguments if word not in ("--resume", resume, f"--resume={resume}")]
+    if Path(resume.partition(":")[0]).suffix == ".py":
+        line = shlex.join(["paceline", "train", resume, *others, "--resume"])
+        return UsageError("train needs the job before --resume.", cause=f"{resume} is a job, and no run", hint=line)
+    words = ["--resume"] if resume == "newest" else ["--resume", resume]
+    try:
+        run, checkpoint = find_run(None if resume == "newest" else resume, only_trained=True)
+        task = read_task(run)
+    except UsageError as error:
+        line = shlex.join(["paceline", "train", "job.py", *others, "--resume"])
+        cause = error.cause or "without a path, the newest run of the job is resumed"
+        return UsageError(f"train needs the job, also with --resume; {error.what}", cause=cause, hint=line)
+    line = shlex.join(["paceline", "train", task.job, *words, *others])
+    if checkpoint is None and not others:  # as it was started
+        line = build_resume_command(replace(task, run=str(run.path)))
+    return UsageError("train needs the job, also with --resume.", cause=f"{run.path} trained {task.job}", hint=line)

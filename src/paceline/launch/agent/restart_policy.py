@@ -33,14 +33,15 @@ class RunRequested:
     """Event: the run is to start. `can_restart` is False for commands that save nothing, such as `verify`.
 
     `rank_counts` has the numbers of ranks that the run may have, the largest first; it is empty if there is only one.
-    `max_node_restarts` is how many times the run may continue after a node is lost.
+    `max_node_restarts` is how many times the run may continue after a node is lost; None on one machine. On several
+    nodes, a line is printed before each restart, also before an immediate one, because a restart may take long there.
     """
 
     can_restart: bool
     max_restarts: int = DEFAULT_RESTARTS
     rank_counts: tuple[int, ...] = ()
     replace_seconds: float = Survive().replace_within
-    max_node_restarts: int = 0
+    max_node_restarts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class RestartPolicy:
         self._resizing = Resizing(())
         self._is_waiting_for_rank = False  # the last failure may be that of a rank that is not back yet
         self._num_node_restarts, self._max_node_restarts = 0, 0
+        self._announces_restarts = False
         self._num_waits = 0  # restarts for such failures, which `Resizing` limits
         self._is_resizing = False  # the current attempt stops for another number of ranks
 
@@ -153,7 +155,8 @@ class RestartPolicy:
         """Return the actions that follow from `event`, in order."""
         if isinstance(event, RunRequested):
             self._can_restart, self._max_restarts = event.can_restart, event.max_restarts
-            self._max_node_restarts = event.max_node_restarts
+            self._max_node_restarts = event.max_node_restarts or 0
+            self._announces_restarts = event.max_node_restarts is not None
             self._resizing = Resizing(event.rank_counts, replace_seconds=event.replace_seconds)
             return [self._start_attempt()]
         if isinstance(event, StopRequested):
@@ -195,7 +198,7 @@ class RestartPolicy:
             self._num_restarts = self._num_waits = 0
         self._saved_step = max(self._saved_step, event.saved_step)
         if is_rollback:  # `train.max_rollbacks` limits their number
-            return [self._start_attempt(after=failure)]
+            return [*self._announcement(f"{failure.summary}; restarting"), self._start_attempt(after=failure)]
         line = self._resize_text(event, failure)
         if line:
             self._num_restarts = self._num_waits = 0
@@ -212,7 +215,12 @@ class RestartPolicy:
         self._restart_time = event.time + delay
         if delay:
             return [PrintLine(text=self._waiting_text(failure, delay=delay))]
-        return self._start_pending_attempt(event.time)
+        text = self._waiting_text(failure, delay=delay)
+        return [*self._announcement(text), *self._start_pending_attempt(event.time)]
+
+    def _announcement(self, text: str) -> list[Action]:
+        """Return the line before a restart that is not delayed, if such a line is printed."""
+        return [PrintLine(text=text)] if self._announces_restarts else []
 
     def _replace_node(self, failure: Failure) -> list[Action]:
         """Start an attempt for which another node takes the place of the lost one, if there may be one."""
@@ -221,7 +229,11 @@ class RestartPolicy:
             return [EndRun(reason=reason if self._max_node_restarts else "")]
         self._num_node_restarts += 1
         number = f"restart {self._num_node_restarts} of {self._max_node_restarts}"
-        text = f"{failure.summary}; waiting for a node in its place ({number})"
+        if failure.rank == 0:  # on node 0, where this process runs: it is cut off
+            hint = failure.screen.partition("\n")[2]
+            text = "\n".join([f"{failure.summary}; waiting for the others ({number})", *([hint] if hint else [])])
+        else:
+            text = f"{failure.summary}; waiting for a node in its place ({number})"
         return [PrintLine(text=text), self._start_attempt(after=failure)]
 
     def _start_attempt(self, *, after: Failure | None = None) -> StartAttempt:
@@ -277,10 +289,11 @@ class RestartPolicy:
         return min(_MAX_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2.0**doublings)
 
     def _waiting_text(self, failure: Failure, *, delay: float) -> str:
+        due = f" in {delay:.0f} s" if delay else ""
         if self._is_waiting_for_rank:
-            return f"{failure.summary}; trying again in {delay:.0f} s"
+            return f"{failure.summary}; trying again{due}"
         return (
-            f"{failure.summary}; restarting in {delay:.0f} s "
+            f"{failure.summary}; restarting{due} "
             f"(restart {self._num_restarts} of {self._max_restarts} without a new checkpoint)"
         )
 

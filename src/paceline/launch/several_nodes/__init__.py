@@ -13,9 +13,13 @@ Start with `node_group.py`.
 - `lost_nodes.py`: The files by which the head and the first parameter server tell each other about lost nodes.
 - `member_agent.py`: The agent of a node that is not the head: it runs its part of each attempt, and watches the link to
   the head.
+- `member_losses.py`: The members that a head loses during an attempt, and whether they show that the head itself is cut
+  off.
 - `node_counts.py`: The numbers of nodes with which a run may train, and what attempts have taught about them.
 - `node_group.py`: The other nodes of a run as the head's agent sees them: it starts their parts of an attempt, and
   watches them.
+- `node_history.py`: The history of a run's nodes: why each attempt on several nodes was followed by another one, in the
+  order of time.
 - `node_memory.py`: The checkpoints in the memory of one node: its agent owns their folder, and serves it to the other
   nodes.
 - `node_messages.py`: The messages between the head's agent and the others while a run lasts.

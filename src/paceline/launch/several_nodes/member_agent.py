@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -18,11 +18,12 @@ from paceline.filesystem.atomic_files import write_json
 from paceline.launch.agent.forkserver_client import MEMORY_FOLDER, ForkserverClient
 from paceline.launch.agent.stop_requests import StopRequests
 from paceline.launch.agent.supervisor import Supervisor
-from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE, Failure, failure_from_exception
+from paceline.launch.failures.failure_record import FIRST_FAILURE, Failure, failure_from_exception
 from paceline.launch.launch_environment import launch_environ
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
 from paceline.launch.several_nodes.broken_links import BrokenLink, find_broken_links
+from paceline.launch.several_nodes.member_losses import HEAD_GIVEN_UP, lost_node_failure
 from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.launch.several_nodes.node_messages import (
@@ -35,6 +36,7 @@ from paceline.launch.several_nodes.node_messages import (
     as_message,
     part_ended,
 )
+from paceline.launch.several_nodes.node_stays import describe_ranks
 from paceline.launch.several_nodes.position_report import PositionReport
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
@@ -144,7 +146,7 @@ class MemberAgent:
             reason = "its agent has ended, or the connection to it was lost"
         elif seconds > patience:
             reason = f"nothing for {seconds:.0f} s"
-            farewell = f"it has given up node 0, from which nothing came for {seconds:.0f} s"
+            farewell = f"{HEAD_GIVEN_UP}, from which nothing came for {seconds:.0f} s"
             self._link.send(as_message(NodeLeft(reason=farewell)))
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"
@@ -211,7 +213,7 @@ class MemberAgent:
             sees_all_ranks=False,
         )
         report = PositionReport(self._link, attempt=start.attempt, folder=path.parent)
-        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt, path.parent, report))
+        code, failure = supervisor.run(self._head_watch(supervisor, start.attempt, path.parent, ranks, report))
         return code, failure, read_progress(path.parent, ranks)
 
     def _own_address(self) -> str:
@@ -219,19 +221,20 @@ class MemberAgent:
         interface = self._settings.interface
         return interface_address(interface) if interface else self._link.own_address
 
-    def _record_lost_head(self, folder: Path) -> None:
-        """Write for `paceline why` that the head is gone, because the head itself can't."""
+    def _record_lost_head(self, folder: Path, ranks: range) -> None:
+        """Write for `paceline why` that the head is gone, because the head itself can't. `ranks` are this node's."""
         path = folder / FIRST_FAILURE
         if self._end is None or not self._end.is_head_lost or path.exists():
             return
-        failure = Failure(
-            rank=0, kind=LOST_NODE, message=self._end.text, screen=self._end.text, exit_code=int(ExitCode.STOPPED)
-        )
+        name, step = describe_ranks(range(self._ranks_per_node)), read_progress(folder, ranks).step
+        reason = self._end.text.partition(" is gone: ")[2] or self._end.text
+        message = f"node 0 ({self._head}, {name}) is gone: {reason}; last step {step}"
+        failure = replace(lost_node_failure(message, rank=0, host=self._head, silent_seconds=0.0), step=step)
         with suppress(OSError):
             write_json(path, asdict(failure))
 
     def _head_watch(
-        self, supervisor: Supervisor, attempt: int, folder: Path, report: PositionReport
+        self, supervisor: Supervisor, attempt: int, folder: Path, ranks: range, report: PositionReport
     ) -> Callable[[], None]:
         """Return the function that carries out, during an attempt, what the head asks for."""
 
@@ -246,6 +249,6 @@ class MemberAgent:
                 self._watch_head()
             if self._end is not None:
                 supervisor.end_attempt()
-                self._record_lost_head(folder)
+                self._record_lost_head(folder, ranks)
 
         return watch

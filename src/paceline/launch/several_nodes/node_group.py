@@ -15,13 +15,14 @@ from paceline.config.settings import Nodes
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
 from paceline.errors import ExitCode
-from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.launch.failures.failure_record import LOST_NODE
 from paceline.launch.failures.first_failure import exit_code, first_failure
 from paceline.launch.failures.rank_position import RankPosition, write_remote_positions
 from paceline.launch.rendezvous import reserve_port
 from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult, join_progress
 from paceline.launch.several_nodes.broken_links import BrokenLinks
+from paceline.launch.several_nodes.member_losses import MemberLosses, lost_node_failure
 from paceline.launch.several_nodes.node_counts import NodeCounts
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
@@ -33,7 +34,7 @@ from paceline.launch.several_nodes.node_messages import (
     StartPart,
     as_message,
 )
-from paceline.launch.several_nodes.node_stays import NodeStay, NodeStays, describe_ranks
+from paceline.launch.several_nodes.node_stays import NodeNames, NodeStay, NodeStays, describe_ranks
 from paceline.launch.several_nodes.peer_checkpoint_search import PeerCheckpointSearch
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.nodes.finding import format_nodes
@@ -95,13 +96,16 @@ class NodeGroup:
         self.max_restarts = max_restarts
         self.ranks_per_node = ranks_per_node
         self._members = dict(members)
-        self._hosts = {0: own_host, **{node: member.host for node, member in members.items()}}
+        self._names = NodeNames(own_host, interface_address)
+        for node, member in members.items():
+            self._names.add(node, member.host, member.link.channel)
         self._interface_address = interface_address
         self.counts = NodeCounts(node_counts)
         self._admission = admission
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self.memory = PeerCheckpointSearch()
         self._broken_links = BrokenLinks()
+        self._losses = MemberLosses(patience=settings.patience)
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
@@ -143,6 +147,7 @@ class NodeGroup:
         self._attempt, self._results, self._has_unfinished_loss = attempt, {}, False
         self._positions.clear()
         self._broken_links.clear()
+        self._losses.clear()
         self._folder = run.attempt_folder(attempt)
         if self._reservation is not None:
             self._reservation.close()
@@ -233,7 +238,7 @@ class NodeGroup:
         if len(chosen) <= len(self._active) or not self._running_nodes_are_well() or not can_grow():
             return ""
         new = [node for node in self._members if node in chosen and node not in self._active][-1]  # the last to come
-        return f"node {new} ({self._hosts[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
+        return f"node {new} ({self._names[new]}) has come; saving, then continuing on {plural(len(chosen), 'node')}"
 
     def gather(self, *, is_stopped: Callable[[], bool]) -> str:
         """Choose the nodes of the next attempt. Return why the run can't go on, or "" if it can.
@@ -300,9 +305,12 @@ class NodeGroup:
             if node in self._lost:
                 self._lost.remove(node)
             self._leaving.discard(node)
-            self._members[node], self._hosts[node] = member, member.host
+            self._members[node] = member
+            self._names.add(node, member.host, member.link.channel)
             if self._start is not None and not self._workers.is_in_use and node not in self._choose_nodes():
-                print_line(f"node {node} ({member.host}) has come; it waits until more nodes are there", sys.stderr)
+                print_line(
+                    f"node {node} ({self._names[node]}) has come; it waits until more nodes are there", sys.stderr
+                )
             if self._start is not None and self._workers.welcome(node):
                 del self._results[node]
                 print_line(f"{self._describe(node)} takes the place of the lost one", sys.stderr)
@@ -318,9 +326,8 @@ class NodeGroup:
         """Say on how many nodes the run continues, if that changes."""
         if len(chosen) != len(self._active):
             ranks = plural(len(chosen) * self.ranks_per_node, "rank")
-            print_line(
-                f"continuing on {len(chosen)} of {plural(self.counts.first_count, 'node')}, with {ranks}", sys.stderr
-            )
+            nodes = f"{len(chosen)} of {plural(self.counts.first_count, 'node')}"
+            print_line(f"continuing on {nodes}, with {ranks}", sys.stderr)
 
     def _describe_missing(self) -> str:
         """Return the lost nodes or, if others left, how many nodes are too few."""
@@ -349,7 +356,7 @@ class NodeGroup:
                 self._leaving.add(node)
             elif isinstance(ended, RankPositions):
                 if ended.attempt == self._attempt:
-                    self._positions[node] = time.monotonic(), ended.positions
+                    self._positions[node] = time.monotonic(), ended.on_host(self._names[node])
             elif isinstance(ended, NodeLeft):
                 self._farewells[node] = ended.reason
             elif ended.attempt == self._attempt:
@@ -358,7 +365,7 @@ class NodeGroup:
                     return
                 self.memory.record(node, ended.inventory)
                 self._broken_links.record(node, ended.broken_links)
-                failure = ended.read_failure(host=self._hosts[node])
+                failure = ended.read_failure(host=self._names[node])
                 result = PartResult(exit_code=ended.exit_code, failure=failure, progress=ended.progress)
                 self._record_end(node, result, silence=0.0)
 
@@ -392,6 +399,7 @@ class NodeGroup:
         member = self._members.pop(node)
         self.memory.forget(node)
         silence = member.link.silence_seconds
+        self._losses.add(self._describe(node), member.link, reason=reason)
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._stays.leave(node, reason)
@@ -400,23 +408,14 @@ class NodeGroup:
         if node in self._active and node not in self._leaving:
             self._lost.append(node)
         if node not in self._active and node not in self._leaving:
-            print_line(f"node {node} ({self._hosts[node]}), which waited, has gone: {reason}", sys.stderr)
+            print_line(f"node {node} ({self._names[node]}), which waited, has gone: {reason}", sys.stderr)
         if node in self._results or node not in self._active:
             return
         message = f"{self._describe(node)} is gone: {reason}"
-        result = PartResult(
-            exit_code=int(ExitCode.STOPPED),
-            failure=Failure(
-                rank=self._ranks(node).start,
-                kind=LOST_NODE,
-                message=message,
-                screen=message,
-                exit_code=int(ExitCode.STOPPED),
-                monotonic_ns=time.monotonic_ns() - int(silence * 1e9),
-                host=self._hosts[node],
-            ),
-            progress=AttemptProgress(),
+        failure = lost_node_failure(
+            message, rank=self._ranks(node).start, host=self._names[node], silent_seconds=silence
         )
+        result = PartResult(exit_code=failure.exit_code, failure=failure, progress=AttemptProgress())
         if not self._record_end(node, result, silence=silence):
             self._has_unfinished_loss = True
         elif self.max_restarts:
@@ -424,25 +423,26 @@ class NodeGroup:
 
     def _describe(self, node: int) -> str:
         ranks = f", {describe_ranks(self._ranks(node))}" if node in self._active else ""
-        return f"node {node} ({self._hosts[node]}{ranks})"
+        return f"node {node} ({self._names[node]}{ranks})"
 
     def _new_stay(self, node: int) -> NodeStay:
         member, ranks = self._members.get(node), self._ranks(node)
         address = self._own_address() if member is None else member.link.channel.peer_address
-        return NodeStay.begin(node, host=self._hosts[node], address=address, ranks=ranks)
+        return NodeStay.begin(node, host=self._names.hosts[node], address=address, ranks=ranks)
 
     def _join(self, own: PartResult) -> PartResult:
         """Return the result of the attempt from those of its parts."""
         own_failure = own.failure
         if own_failure is not None and own_failure.rank >= 0 and not own_failure.is_joint:
             node = self._active[min(own_failure.rank // self.ranks_per_node, len(self._active) - 1)]
-            own_failure = replace(own_failure, host=self._hosts[node])
-        results = [result for node, result in self._results.items() if self._workers.counts(node)]
-        parts = [own, *results]
-        failures = [own_failure, *(result.failure for result in results)]
+            own_failure = replace(own_failure, host=self._names[node])
+        parts = [own, *(result for node, result in self._results.items() if self._workers.counts(node))]
+        failures = [own_failure, *(part.failure for part in parts[1:])]
         progress = join_progress(part.progress for part in parts)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
+            if not self._members:
+                first = self._losses.blame_head(first, head=self._describe(0), host=self._names[0])
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
         if first is not None and first.kind != LOST_NODE:
             self._broken_links.print_lines(members=self._members, describe=self._describe)

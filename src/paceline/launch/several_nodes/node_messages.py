@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -51,6 +51,10 @@ class RankPositions(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", t
 
     attempt: int
     positions: tuple[RankPosition, ...]
+
+    def on_host(self, name: str) -> tuple[RankPosition, ...]:
+        """Return the positions with the name by which the head knows the node."""
+        return tuple(replace(position, host=name) for position in self.positions)
 
 
 class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="left"):

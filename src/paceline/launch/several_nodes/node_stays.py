@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.filesystem.atomic_files import read_json, write_json
+from paceline.nodes.finding import distinct_hosts
+from paceline.nodes.line_channel import LineChannel
 
 NODES_FILE = "nodes.json"
 
@@ -37,11 +39,6 @@ class NodeStay(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def name(self) -> str:
-        """The node with its host and ranks, such as "node 1 (host2, ranks 8-15)"."""
-        return f"node {self.node} ({self.host}, {describe_ranks(self.ranks)})"
-
-    @property
     def ranks(self) -> range:
         """The ranks on the node."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
@@ -52,6 +49,16 @@ class AttemptNodes(msgspec.Struct, kw_only=True):
 
     attempt: int
     nodes: list[NodeStay]
+
+    def host(self, stay: NodeStay) -> str:
+        """Return the host of a stay, with its address if another node of the attempt has a host of that name."""
+        places = range(len(self.nodes))
+        hosts = {at: self.nodes[at].host for at in places}
+        return distinct_hosts(hosts, {at: self.nodes[at].address for at in places})[self.nodes.index(stay)]
+
+    def describe(self, stay: NodeStay) -> str:
+        """Return the node of a stay with its host and ranks, such as "node 1 (host2, ranks 8-15)"."""
+        return f"node {stay.node} ({self.host(stay)}, {describe_ranks(stay.ranks)})"
 
 
 class NodeStays:
@@ -97,14 +104,30 @@ def read_node_stays(run: Path) -> list[AttemptNodes]:
 
 def lost_node_lines(run: Path, attempt: int) -> list[str]:
     """Return a line about each node that left an attempt, and whether another one has taken its place."""
-    nodes = [stay for each in read_node_stays(run) if each.attempt == attempt for stay in each.nodes]
     lines = []
-    for position, stay in enumerate(nodes):
-        later = [other for other in nodes[position + 1 :] if other.node == stay.node]
-        again = f"; in its place since {later[0].since}: {later[0].name}" if later else ""
-        if stay.left_at:
-            lines.append(f"{stay.name} left at {stay.left_at}: {stay.reason}{again}")
+    for each in read_node_stays(run):
+        for at, stay in enumerate(each.nodes if each.attempt == attempt else ()):
+            later = next((other for other in each.nodes[at + 1 :] if other.node == stay.node), None)
+            again = "" if later is None else f"; in its place since {later.since}: {each.describe(later)}"
+            if stay.left_at:
+                lines.append(f"{each.describe(stay)} left at {stay.left_at}: {stay.reason}{again}")
     return lines
+
+
+class NodeNames:
+    """The names of the nodes of a run in messages: the host of each, with its address where others have that host."""
+
+    def __init__(self, own_host: str, own_address: str) -> None:
+        self.hosts: dict[int, str] = {0: own_host}
+        self._addresses: dict[int, str] = {0: own_address}
+
+    def add(self, node: int, host: str, channel: LineChannel) -> None:
+        """Add a node, or the one that has taken its place. `channel` leads to it."""
+        self.hosts[node], self._addresses[node] = host, channel.peer_address
+        self._addresses[0] = self._addresses[0] or channel.own_address
+
+    def __getitem__(self, node: int) -> str:
+        return distinct_hosts(self.hosts, self._addresses)[node]
 
 
 def describe_ranks(ranks: range) -> str:

@@ -1,7 +1,7 @@
 """Read the link between machines that `--link` gives: a rate, a name of the catalogue, or what `doctor` measured."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,21 @@ class _DoctorOutput(msgspec.Struct, frozen=True):
     """The part of the output of `doctor --json` that is read."""
 
     links: list[_TestedLink]
+    num_nodes: int = 0
+    head: str = ""
 
 
-def read_given_link(text: str) -> Link:
+@dataclass(frozen=True, kw_only=True)
+class GivenLink:
+    """The link of `--link`, and what its file says about the nodes: how many there are, and where they meet."""
+
+    link: Link
+    num_nodes: int | None = None
+    head: str = ""
+    """The part of `--nodes` after the number, such as "host1"; empty if it is unknown."""
+
+
+def read_given_link(text: str) -> GivenLink:
     """Return the link between two machines, which all ranks of a machine share if it has a rate or was measured.
 
     `text` is a rate such as `20Mbit/s`, a name of the catalogue such as `eth-10g`, or the file that
@@ -49,21 +61,22 @@ def read_given_link(text: str) -> Link:
     """
     text = text.strip()
     if (known := LINKS.get(text.lower())) is not None:
-        return replace(known, origin="given")
+        return GivenLink(link=replace(known, origin="given"))
     if re.match(r"[+-]?[0-9]", text) and not Path(text).is_file():
         try:
             rate = parse_quantity(text, kind=QuantityKind.BYTES_PER_SECOND, name="--link")
         except UsageError as error:
             raise UsageError(error.what, cause=error.cause, hint=EXAMPLE) from None
         source = "--link; the latency is assumed"
-        return Link(
+        link = Link(
             name="network", latency_seconds=_ASSUMED_LATENCY_SECONDS, bytes_per_second=rate, is_shared=True,
             source=source, origin="given",
         )  # fmt: skip
+        return GivenLink(link=link)
     return _read_doctor_file(Path(text))
 
 
-def _read_doctor_file(path: Path) -> Link:
+def _read_doctor_file(path: Path) -> GivenLink:
     """Return the slowest link of a file that `doctor --json` wrote, with the longest latency of all links."""
     try:
         content: Any = read_user_text(path, expected="the output of `paceline doctor --json`", hint=_FILE_EXAMPLE)
@@ -71,10 +84,11 @@ def _read_doctor_file(path: Path) -> Link:
         cause = f"it is no rate with a unit, no file, and none of {', '.join(LINKS)}"
         raise UsageError(f"--link {path} can't be read.", cause=cause, hint=EXAMPLE) from None
     try:
-        links = msgspec.json.decode(content, type=_DoctorOutput).links
+        output = msgspec.json.decode(content, type=_DoctorOutput)
     except msgspec.DecodeError as error:
         what = f"--link {path} is not the output of `paceline doctor --json`: {error}."
         raise UsageError(what, where=str(path), hint=_FILE_EXAMPLE) from None
+    links = output.links
     if not links:
         cause = "it is the output for a single machine, or for a node other than node 0"
         raise UsageError(f"--link {path} has no links.", where=str(path), cause=cause, hint=_FILE_EXAMPLE)
@@ -83,7 +97,7 @@ def _read_doctor_file(path: Path) -> Link:
             what = f"--link {path}: the link node {link.source} -> node {link.target} does not work: {link.problem}."
             raise MachineError(what, where=str(path), hint="paceline doctor --nodes N:HOST says what to do")
     slowest = min(links, key=lambda link: link.bytes_per_second)
-    return Link(
+    measured = Link(
         name=f"node {slowest.source} -> node {slowest.target}",
         latency_seconds=max(link.ping_seconds for link in links) / 2,  # a ping goes there and back
         bytes_per_second=slowest.bytes_per_second,
@@ -91,3 +105,4 @@ def _read_doctor_file(path: Path) -> Link:
         source=str(path),
         origin="measured",
     )
+    return GivenLink(link=measured, num_nodes=output.num_nodes or None, head=output.head)

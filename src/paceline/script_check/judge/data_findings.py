@@ -5,21 +5,21 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from paceline.console.formatting import plural
-from paceline.script_check.judge.finding import Finding
+from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
 _SHARED = 0.5  # share of equal samples from which on two ranks read the same ones
 _SAMPLER_HINT = "sampler=DistributedSampler(dataset); or draw the samples with a seed that contains the rank"
 
 
-def data_findings(run: ScriptRun) -> Iterator[Finding]:
+def data_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the samples of the ranks, and notes about their order."""
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
     yield from _shared_samples(run, steps)
     yield from _periods(run, steps)
 
 
-def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Finding]:
+def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
     """Yield a finding if two ranks read the same samples, or a note where ranks share a replica of the model."""
     for first, second in combinations(range(run.world_size), 2):
         judged = [step for step in steps if len(step.samples(first)) > 1 or len(step.samples(second)) > 1]
@@ -27,7 +27,7 @@ def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Fin
         if len(shared) * 2 <= len(judged) or not shared:
             continue
         is_tensor_parallel = run.sharding == "tensor"
-        yield Finding(
+        yield ScriptFinding(
             name="same-samples",
             text=f"ranks {first} and {second} read the same samples, at {len(shared)} of {plural(len(judged), 'step')}"
             + (", as they must where ranks share the parts of a weight" if is_tensor_parallel else ""),
@@ -44,17 +44,15 @@ def _shared_share(step: ScriptStep, first: int, second: int) -> float:
     return sum((one & two).values()) / max(1, min(sum(one.values()), sum(two.values())))
 
 
-def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Finding]:
+def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
     """Yield a note if the samples come back in the same order: they are not shuffled again for each epoch."""
     for rank in range(run.world_size):
         keys = [tuple(sorted(step.samples(rank).items())) for step in steps]
         periods = range(1, len(keys) // 2 + 1)
-        period = next(
-            (p for p in periods if keys[0] and all(a == b for a, b in zip(keys, keys[p:], strict=False))), 0
-        )
+        period = next((p for p in periods if keys[0] and all(a == b for a, b in zip(keys, keys[p:], strict=False))), 0)
         if period:
             text = f"rank {rank} reads the same samples in the same order every {plural(period, 'step')}"
-            yield Finding(
+            yield ScriptFinding(
                 name="same-order",
                 text=text,
                 step=steps[period].number,

@@ -140,6 +140,6 @@ def _classify(weights: Vector, rank: int, tolerance: float) -> Reduction:
 
 def _fit(target: Vector, columns: Vector) -> tuple[Vector, float]:
     """Return the weights with which the columns give the target, and the relative rest."""
-    weights = np.linalg.lstsq(columns, target, rcond=1e-6)[0]
+    weights: Vector = np.linalg.lstsq(columns, target, rcond=1e-6)[0].astype(np.float64)
     rest = float(np.linalg.norm(target - columns @ weights) / max(float(np.linalg.norm(target)), 1e-300))
     return weights, rest if np.isfinite(rest) else float("inf")

@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import log2
 
 from paceline.console.formatting import plural
-from paceline.script_check.judge.finding import Finding
 from paceline.script_check.judge.reduction import Reduction, StepReduction, find_reductions
+from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
 _WRAP = "wrap the model: DistributedDataParallel(model), and call the wrapper, not model.module"
@@ -40,7 +40,7 @@ def all_reductions(run: ScriptRun) -> list[StepReduction]:
     return found
 
 
-def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[Finding]:
+def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[ScriptFinding]:
     """Yield the first finding of each kind, and notes about clipping and loss scales."""
     named: set[str] = set()
     all_zero = bool(reductions) and all(each.total.kind == "zero" for each in reductions)
@@ -62,7 +62,7 @@ def are_powers_of_two(values: Sequence[float]) -> bool:
     return all(value > 0 and abs(log2(value) - round(log2(value))) < 1e-3 for value in values)
 
 
-def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> Finding | None:
+def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> ScriptFinding | None:
     step, total = reduction.step, reduction.total
     if total.kind in ("mean", "scaled") or (total.kind == "zero" and not all_zero):
         return None
@@ -74,7 +74,7 @@ def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> Fi
         return _odd_parameter(reduction)
     weights = ", ".join(f"{value:.3g}" for value in total.weights[0]) if total.weights else ""
     text = _TEXTS[total.kind].format(rank=reduction.rank, world=world_size, weights=f"({weights})")
-    return Finding(
+    return ScriptFinding(
         name=f"gradients-{total.kind}",
         text=text,
         step=step.number,
@@ -83,7 +83,7 @@ def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> Fi
     )
 
 
-def _lost_passes(reduction: StepReduction) -> Finding | None:
+def _lost_passes(reduction: StepReduction) -> ScriptFinding | None:
     """Return a finding about backward passes whose gradients do not arrive from the other ranks."""
     table, rank = reduction.total.weights, reduction.rank
     others = [row for number, row in enumerate(table) if number != rank]
@@ -92,7 +92,7 @@ def _lost_passes(reduction: StepReduction) -> Finding | None:
     step = reduction.step
     if lost and len(lost) < count:
         which = ", ".join(map(str, lost))
-        return Finding(
+        return ScriptFinding(
             name="backward-not-reduced",
             text=f"of {count} backward passes, those of the other ranks numbered {which} never arrive at rank {rank}",
             step=step.number,
@@ -100,7 +100,7 @@ def _lost_passes(reduction: StepReduction) -> Finding | None:
             hint="no_sync() around all backward passes of a step but the last one",
         )
     shown = "; ".join(f"rank {number}: {', '.join(f'{value:g}' for value in row)}" for number, row in enumerate(table))
-    return Finding(
+    return ScriptFinding(
         name="passes-unequal",
         text=f"the backward passes of a step count with unequal weights ({shown})",
         step=step.number,
@@ -109,14 +109,14 @@ def _lost_passes(reduction: StepReduction) -> Finding | None:
     )
 
 
-def _odd_parameter(reduction: StepReduction) -> Finding | None:
+def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
     """Return a finding about the parameters that are reduced otherwise than the others."""
     odd, usual = reduction.odd_parameters, reduction.usual_kind
     if usual == "unexplained" or not odd:
         return _clipped_by_value(reduction)
     name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
     how = _describe(first)
-    return Finding(
+    return ScriptFinding(
         name="parameter-reduced-otherwise",
         text=f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})",
         step=reduction.step.number,
@@ -134,14 +134,14 @@ def _describe(reduction: Reduction) -> str:
     return f"is reduced by {reduction.kind}"
 
 
-def _clipped_by_value(reduction: StepReduction) -> Finding:
+def _clipped_by_value(reduction: StepReduction) -> ScriptFinding:
     """Return a note if all gradients end at the same value, and that the reduction can't be judged otherwise."""
     step, rank = reduction.step, reduction.rank
     largest = {step.gradients[rank][name].largest for name in reduction.parameters}
     if largest and max(largest) - min(largest) <= 1e-6 * max(largest):
         text = f"gradients are clipped by value, at {max(largest):.3g}; how they are reduced can't be seen then"
-        return Finding(name="clipped-by-value", text=text, step=step.number, line=step.line("step"), is_note=True)
-    return Finding(
+        return ScriptFinding(name="clipped-by-value", text=text, step=step.number, line=step.line("step"), is_note=True)
+    return ScriptFinding(
         name="reduction-unexplained",
         text="the gradients change between the backward and the step in a way that is no weighting of the ranks'",
         step=step.number,
@@ -151,14 +151,14 @@ def _clipped_by_value(reduction: StepReduction) -> Finding:
     )
 
 
-def _discarded(run: ScriptRun) -> Iterator[Finding]:
+def _discarded(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding if gradients of a step are set to zero between its backward passes, at every step."""
     steps = [step for step in run.steps if step.optimizer == 0]
     if len({step.optimizer for step in run.steps}) > 1 or not steps:
         return  # with several optimizers, each throws away what the loss of another one gave
     counts = [max(rank.num_discarded for rank in step.ranks) for step in steps]
     if all(counts):
-        yield Finding(
+        yield ScriptFinding(
             name="gradients-discarded",
             text=f"zero_grad() throws away the gradients of {plural(counts[0], 'backward pass')} in"
             " each step: it is called within the accumulation",

@@ -1,19 +1,20 @@
 """Findings about settings: different ones on different ranks, schedulers that step more often than the optimizer."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
-from paceline.script_check.judge.finding import Finding
+from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 
 
-def setting_findings(run: ScriptRun) -> Iterator[Finding]:
+def setting_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the settings of the optimizers."""
     yield from _unequal_options(run)
     yield from _fast_schedulers(run)
     counts = {len(recording.steps) for recording in run.ranks}
     if len(counts) > 1 and not all(recording.fault for recording in run.ranks):
         numbers = ", ".join(str(len(recording.steps) - len(run.start)) for recording in run.ranks)
-        yield Finding(
+        yield ScriptFinding(
             name="unequal-steps",
             text=f"the ranks made different numbers of optimizer steps: {numbers}",
             step=run.last_step,
@@ -21,14 +22,14 @@ def setting_findings(run: ScriptRun) -> Iterator[Finding]:
         )
 
 
-def _unequal_options(run: ScriptRun) -> Iterator[Finding]:
+def _unequal_options(run: ScriptRun) -> Iterator[ScriptFinding]:
     for step in run.steps:
         for rank in step.ranks[1:]:
             for number, (one, other) in enumerate(zip(step.ranks[0].groups, rank.groups, strict=False)):
                 names = [name for name in one if name in other and one[name] != other[name]]
                 if names:
                     name = names[0]
-                    yield Finding(
+                    yield ScriptFinding(
                         name="settings-differ",
                         text=f"{name} of parameter group {number} is {one[name]} on rank 0, and {other[name]} on"
                         f" another rank",
@@ -39,20 +40,20 @@ def _unequal_options(run: ScriptRun) -> Iterator[Finding]:
                     return
 
 
-def _fast_schedulers(run: ScriptRun) -> Iterator[Finding]:
+def _fast_schedulers(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a note if a scheduler is as many steps further after each step as there are ranks."""
     steps = [step for step in run.steps if step.optimizer == 0 and step.ranks[0].scheduler_steps]
     if run.world_size < 2 or len(steps) < 3:
         return
     values = [step.ranks[0].scheduler_steps[0] for step in steps]
-    advances = {after - before for before, after in zip(values, values[1:], strict=False)}
+    advances = {after - before for before, after in pairwise(values)}
     if advances == {run.world_size}:
-        yield Finding(
+        yield ScriptFinding(
             name="scheduler-steps",
             text=f"the learning rate scheduler advances {run.world_size} steps at each optimizer step, as many as there"
             " are ranks; its schedule must be written for samples, not for steps",
             step=steps[1].number,
             line=steps[1].line("step"),
-            hint="with Accelerate, this is its default (step_scheduler_with_optimizer); else call scheduler.step() once",
+            hint="it is the default of Accelerate (step_scheduler_with_optimizer); else call scheduler.step() once",
             is_note=True,
         )

@@ -8,7 +8,6 @@ from paceline.console.formatting import plural
 from paceline.errors import ExitCode
 from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
-from paceline.script_check.judge.finding import Finding
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import (
     all_reductions,
@@ -16,6 +15,7 @@ from paceline.script_check.judge.reduction_findings import (
     factors,
     reduction_findings,
 )
+from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.judge.setting_findings import setting_findings
 from paceline.script_check.judge.weight_findings import weight_findings
@@ -31,7 +31,7 @@ class Verdict:
     exit_code: int
     ranks: int
     steps: int
-    findings: list[Finding]
+    findings: list[ScriptFinding]
     sound: list[str]
     not_exercised: list[str]
     reason: str = ""
@@ -59,7 +59,7 @@ def judge(run: ScriptRun) -> Verdict:
     )
 
 
-def _without_consequences(findings: Sequence[Finding]) -> list[Finding]:
+def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFinding]:
     """Leave out what follows from an earlier wrong reduction."""
     causes = [
         finding.step

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from paceline.console.formatting import first_names, plural
-from paceline.script_check.judge.finding import Finding
+from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 from paceline.script_check.recording import TensorPrint
 
@@ -13,7 +13,7 @@ _LARGEST = 1e3  # of an initialized weight, as a root mean square
 _EQUAL = 1e-4  # relative distance of weights that count as equal
 
 
-def weight_findings(run: ScriptRun) -> Iterator[Finding]:
+def weight_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the weights before the first step and after each step, and with the buffers."""
     yield from _uninitialized(run)
     yield from _unequal_weights(run)
@@ -22,7 +22,7 @@ def weight_findings(run: ScriptRun) -> Iterator[Finding]:
     yield from _batch_norms(run)
 
 
-def _uninitialized(run: ScriptRun) -> Iterator[Finding]:
+def _uninitialized(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding if weights are so large, or not numbers, that nobody can have initialized them."""
     wild = {
         name: each
@@ -34,7 +34,7 @@ def _uninitialized(run: ScriptRun) -> Iterator[Finding]:
     if wild:
         name, each = max(wild.items(), key=lambda item: item[1].largest if np.isfinite(item[1].largest) else np.inf)
         size = f"as large as {each.largest:.1e}" if np.isfinite(each.norm) else "not finite"
-        yield Finding(
+        yield ScriptFinding(
             name="not-initialized",
             text=f"before the first step, {plural(len(wild), 'parameter')}, as {name}, are {size}: never initialized",
             parameter=name,
@@ -42,7 +42,7 @@ def _uninitialized(run: ScriptRun) -> Iterator[Finding]:
         )
 
 
-def _unequal_weights(run: ScriptRun) -> Iterator[Finding]:
+def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding at the first step at which ranks have different weights."""
     for step in [*run.start, *run.steps]:
         names = _unequal_names(step)
@@ -50,7 +50,7 @@ def _unequal_weights(run: ScriptRun) -> Iterator[Finding]:
             continue
         of_all = plural(len(step.weights[0]), "parameter")
         when = "before the first step" if not step.number else "after the step"
-        yield Finding(
+        yield ScriptFinding(
             name="weights-differ",
             text=f"{when}, {len(names)} of {of_all} differ between the ranks, as {first_names(names)}",
             step=step.number,
@@ -84,7 +84,7 @@ def relative_distance(one: TensorPrint, other: TensorPrint) -> float:
     return difference / norm if norm else 0.0
 
 
-def _unequal_buffers(run: ScriptRun) -> Iterator[Finding]:
+def _unequal_buffers(run: ScriptRun) -> Iterator[ScriptFinding]:
     for step in run.steps:
         names = [
             name
@@ -92,7 +92,7 @@ def _unequal_buffers(run: ScriptRun) -> Iterator[Finding]:
             if any(rank.buffers.get(name, digest) != digest for rank in step.ranks[1:])
         ]
         if names:
-            yield Finding(
+            yield ScriptFinding(
                 name="buffers-differ",
                 text=f"when the forward begins, buffers differ between the ranks, as {first_names(names)}",
                 step=step.number,
@@ -103,7 +103,7 @@ def _unequal_buffers(run: ScriptRun) -> Iterator[Finding]:
             return
 
 
-def _unchanged(run: ScriptRun) -> Iterator[Finding]:
+def _unchanged(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding about parameters that have a gradient, and are the same after all steps."""
     for start in run.start:
         steps = [step for step in run.steps if step.optimizer == start.optimizer]
@@ -111,7 +111,7 @@ def _unchanged(run: ScriptRun) -> Iterator[Finding]:
             continue
         names = [name for name, each in start.weights[0].items() if _is_unchanged(name, each, steps)]
         if names:
-            yield Finding(
+            yield ScriptFinding(
                 name="not-trained",
                 text=f"{plural(len(names), 'parameter')}, as {first_names(names)}, have a gradient at every step, and"
                 f" keep their values for {plural(len(steps), 'step')}",
@@ -125,18 +125,20 @@ def _unchanged(run: ScriptRun) -> Iterator[Finding]:
 
 def _is_unchanged(name: str, start: TensorPrint, steps: Sequence[ScriptStep]) -> bool:
     has_gradients = all(name in step.gradients[0] and step.gradients[0][name].norm > 0 for step in steps)
-    return has_gradients and all(step.weights[0][name].digest == start.digest for step in steps if name in step.weights[0])
+    return has_gradients and all(
+        step.weights[0][name].digest == start.digest for step in steps if name in step.weights[0]
+    )
 
 
 def _learning_rate(step: ScriptStep) -> float:
     return max((float(group.get("lr", 1.0)) for group in step.ranks[0].groups), default=0.0)
 
 
-def _batch_norms(run: ScriptRun) -> Iterator[Finding]:
+def _batch_norms(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a note that batch norms see only the batch of their rank."""
     names = sorted({name for step in run.steps for rank in step.ranks for name in rank.batch_norms})
     if names and run.world_size > 1:
-        yield Finding(
+        yield ScriptFinding(
             name="batch-norm",
             text=f"{plural(len(names), 'batch norm')}, as {first_names(names)}, see only the batch of their rank, so"
             " another number of ranks is another training",

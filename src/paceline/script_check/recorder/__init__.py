@@ -1,0 +1,17 @@
+"""The recorder inside the processes of a foreign script: fingerprints of each optimizer step, by hooks of torch.
+
+Start with `script_recorder.py`.
+
+- `forward_watch.py`: The forward passes of the outermost module of a foreign script.
+- `live_modules.py`: The modules of a foreign script: the script never says which model an optimizer trains, so they are
+  looked up.
+- `own_gradients.py`: The gradients that a rank computes itself, before any reduction: hooks on the parameters see them
+  in the backward.
+- `sample_keys.py`: Keys of samples: a 64-bit number for each sample of a batch, equal for equal inputs on any rank and
+  in any order.
+- `script_recorder.py`: The recorder inside a foreign training process: it writes a line for each step of each
+  optimizer.
+- `source_lines.py`: The line of the user's own code that led to a hook.
+- `tensor_print.py`: Summaries of tensors on their own device: random projections, norm and digest, without a copy of
+  the tensor.
+"""

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.script_check.recorder.live_modules import unwrap
 from paceline.script_check.recorder.sample_keys import sample_keys
-from paceline.script_check.recorder.source_lines import user_line
-from paceline.script_check.recorder.tensor_print import tensors_in
+from paceline.script_check.recorder.source_lines import calling_line
+from paceline.script_check.recorder.tensor_print import tensor_leaves
 from paceline.script_check.recording import ForwardCall
 
 _MAX_SAMPLES = 4096  # whose keys are written for each call
@@ -74,7 +74,7 @@ class ForwardWatch:
         assert self._global_hook is not None
         self._global_hook.remove()
         self._inner |= {id(each) for each in module.modules() if each is not module}
-        call = _OpenCall(module=module, rng_state=torch.get_rng_state(), line=user_line()) if is_training else None
+        call = _OpenCall(module=module, rng_state=torch.get_rng_state(), line=calling_line()) if is_training else None
         leave = self._guard(partial(self._leave, call))
         self._leave_hook = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
         if is_training:
@@ -88,7 +88,7 @@ class ForwardWatch:
             return
         self._draws |= not torch.equal(call.rng_state, torch.get_rng_state())
         keys = sample_keys(args, kwargs, own_outputs=self._own_outputs)
-        self._own_outputs |= {tensor.data_ptr() for tensor in tensors_in(output)}
+        self._own_outputs |= {tensor.data_ptr() for tensor in tensor_leaves(output)}
         self._calls.append(
             ForwardCall(
                 module=type(unwrap(module)).__name__,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.script_check.recorder.live_modules import is_compiled
-from paceline.script_check.recorder.source_lines import user_line
+from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recorder.tensor_print import project_tensor, rounding_of
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -63,9 +63,9 @@ class OwnGradients:
             return
         for name, owner in owners.items():
             whole = module._parameters.get(name)
-            if isinstance(whole, Tensor) and whole.requires_grad and not hasattr(whole, "placements"):
-                if id(whole) not in self._hooked:
-                    self._hook(whole, owner=owner)
+            is_whole = isinstance(whole, Tensor) and whole.requires_grad and not hasattr(whole, "placements")
+            if whole is not None and is_whole and id(whole) not in self._hooked:
+                self._hook(whole, owner=owner)
 
     def _hook(self, tensor: Tensor, *, owner: Any) -> None:
         self._hooked[id(tensor)] = tensor
@@ -80,4 +80,4 @@ class OwnGradients:
             gradient = gradient.to_dense()
         passes.append(project_tensor(gradient))
         self.eps = max(self.eps, rounding_of(gradient.dtype))
-        self.line = self.line or user_line()
+        self.line = self.line or calling_line()

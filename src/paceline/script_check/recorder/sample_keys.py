@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.script_check.recorder.tensor_print import bits_of, mix_bits, tensors_in
+from paceline.script_check.recorder.tensor_print import bits_of, mix_bits, tensor_leaves
 
 _MASK = "attention_mask"
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
@@ -20,7 +20,7 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
     """
     batch = [
         tensor
-        for tensor in tensors_in((args, kwargs))
+        for tensor in tensor_leaves((args, kwargs))
         if tensor.dim() and not tensor.requires_grad and tensor.data_ptr() not in own_outputs
     ]
     if not batch or not batch[0].size(0) or hasattr(batch[0], "placements"):

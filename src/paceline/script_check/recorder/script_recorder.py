@@ -24,7 +24,7 @@ from paceline.script_check.recorder.live_modules import (
     unwrap,
 )
 from paceline.script_check.recorder.own_gradients import OwnGradients
-from paceline.script_check.recorder.source_lines import user_line
+from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     FOLDER_VARIABLE,
@@ -42,19 +42,20 @@ _PEER_SECONDS = 30.0  # for the other ranks to reach the last step
 
 
 class _OptimizerRecord:
-    """What is known of one optimizer of the script."""
+    """An optimizer of the script, its number, the modules that it trains, and its last step."""
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.optimizer = optimizer
         self.number = number
         self.step = 0
         self.modules = find_trained_modules(optimizer)
         self.schedulers = find_schedulers(optimizer)
 
-    def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the optimizer's parameters with their names; looks again for those that were added."""
-        found = [p for group in optimizer.param_groups for p in group["params"]]
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Return the optimizer's parameters with their names; those that were added are looked up again."""
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
         if any(id(p) not in self.modules.names for p in found):
-            self.modules = find_trained_modules(optimizer)
+            self.modules = find_trained_modules(self.optimizer)
         return [(self.modules.names[id(p)], p) for p in found]
 
 
@@ -68,7 +69,7 @@ class ScriptRecorder:
         self._rank, self._world_size = 0, 1
         self._is_off = False
         self._depth = 0  # of nested optimizers: one may call another one inside
-        self._optimizers: dict[int, tuple[Optimizer, _OptimizerRecord]] = {}
+        self._optimizers: dict[int, _OptimizerRecord] = {}
         self._gradients: dict[str, TensorPrint] = {}
         self._buffers: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
@@ -119,8 +120,8 @@ class ScriptRecorder:
         if self._depth > 1:
             return None
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer, _OptimizerRecord(optimizer, len(self._optimizers))
-            self._write_step(optimizer)
+            self._optimizers[id(optimizer)] = _OptimizerRecord(optimizer, len(self._optimizers))
+            self._write_step(self._optimizers[id(optimizer)])
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
             self._look_at_gradients(optimizer)
@@ -136,32 +137,29 @@ class ScriptRecorder:
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
-        _, known = self._optimizers[id(optimizer)]
-        self._gradients = {
-            name: print_tensor(p.grad, scale=scale) for name, p in known.parameters(optimizer) if p.grad is not None
-        }
+        parameters = self._optimizers[id(optimizer)].parameters()
+        self._gradients = {name: print_tensor(p.grad, scale=scale) for name, p in parameters if p.grad is not None}
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        _, known = self._optimizers[id(optimizer)]
+        known = self._optimizers[id(optimizer)]
         known.step += 1
-        self._write_step(optimizer)
+        self._write_step(known)
         if self._last_step and known.step >= self._last_step:
             self._end_process()
 
-    def _write_step(self, optimizer: Optimizer) -> None:
-        _, known = self._optimizers[id(optimizer)]
-        parameters, own = known.parameters(optimizer), self._own_gradients
+    def _write_step(self, known: _OptimizerRecord) -> None:
+        parameters, own = known.parameters(), self._own_gradients
         calls, draws = self._forwards.take() if known.step else ((), False)
         own_gradients = {name: own.take(p) for name, p in parameters} if known.step else {}
         self._write(
             StepLine(
                 step=known.step,
                 optimizer=known.number,
-                optimizer_class=type(optimizer).__name__,
-                groups=tuple(_plain_options(group) for group in optimizer.param_groups),
+                optimizer_class=type(known.optimizer).__name__,
+                groups=tuple(_plain_options(group) for group in known.optimizer.param_groups),
                 gradients=self._gradients if known.step else {},
                 weights={name: print_tensor(p) for name, p in parameters},
                 own_gradients={name: passes for name, passes in own_gradients.items() if passes},
@@ -174,7 +172,7 @@ class ScriptRecorder:
                 batch_norms=known.modules.batch_norms,
                 sharding=known.modules.sharding,
                 scheduler_steps=tuple(int(scheduler.last_epoch) for scheduler in known.schedulers),
-                lines={"backward": own.line, "step": user_line()},
+                lines={"backward": own.line, "step": calling_line()},
             )
         )
         self._gradients = {}
@@ -216,5 +214,7 @@ def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group that are numbers, such as the learning rate."""
-    options = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    options = {
+        name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
     return {name: value for name, value in options.items() if isinstance(value, bool | int | float | tuple)}

@@ -73,12 +73,12 @@ def rounding_of(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def tensor_leaves(tree: Any) -> list[Tensor]:
     """Return all tensors in nested mappings, lists and tuples."""
     if isinstance(tree, Tensor):
         return [tree]
     parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return [tensor for part in parts for tensor in tensor_leaves(part)]
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:

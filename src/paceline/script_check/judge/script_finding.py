@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class ScriptFinding:
     """A finding. `name` is its kind, such as "not-reduced". A note is no fault, and does not change the exit code."""
 
     name: str

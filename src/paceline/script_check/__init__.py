@@ -1,0 +1,13 @@
+"""Check training scripts that do not use Paceline: record a run of an unmodified script, and judge it.
+
+Start with `check_command.py`.
+
+- `check_command.py`: The `check` verb: runs an unmodified training script for a few steps, and says whether it trains
+  as it should.
+- `recording.py`: A recording of a training script: a file for each rank, with a line for each step of an optimizer.
+- `script_process.py`: Run a foreign training command with the recorder in it, until its ranks have made enough steps or
+  it ends.
+- `judge/`: The judge of a recorded run of a script: what is wrong, what is sound, and what was not exercised.
+- `recorder/`: The recorder inside the processes of a foreign script: fingerprints of each optimizer step, by hooks of
+  torch.
+"""

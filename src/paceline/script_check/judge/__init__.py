@@ -1,0 +1,19 @@
+"""The judge of a recorded run of a script: what is wrong, what is sound, and what was not exercised.
+
+Start with `verdict.py`.
+
+- `coverage.py`: What a recorded run did not exercise, so that a clean verdict says nothing about it.
+- `data_findings.py`: Findings about the data: the same samples on several ranks, samples that come again, batches of
+  unequal size.
+- `reduction.py`: How the gradients of an optimizer step follow from the gradients that the ranks computed themselves.
+- `reduction_findings.py`: Findings about the reduction of gradients: reduced at all, how, at which backward pass, and
+  for which parameters.
+- `script_finding.py`: A finding about a training script: what is wrong, since which step, where, and what to do.
+- `script_run.py`: A recorded run of a script as the judge sees it: the steps that all ranks have, with the lines of all
+  ranks.
+- `setting_findings.py`: Findings about settings: different ones on different ranks, schedulers that step more often
+  than the optimizer.
+- `verdict.py`: The verdict on a recorded run: the findings with the causes first, what is sound, and what was not
+  exercised.
+- `weight_findings.py`: Findings about weights and buffers: initialized, equal on all ranks, trained.
+"""
