@@ -29,7 +29,8 @@ def _command(name: str) -> str:
     texts, hints = _field_docstrings(verb.option_class()), get_type_hints(verb.option_class(), include_extras=True)
     positional = [field for field in fields(verb.option_class()) if _is_positional(hints[field.name])]
     named = [field for field in fields(verb.option_class()) if field not in positional]
-    usage = help_page(name, verb.option_class(), takes_settings=verb.takes_settings).partition("\n")[0]
+    page = help_page(name, verb.option_class(), takes_settings=verb.takes_settings, takes_command=verb.takes_command)
+    usage = page.partition("\n")[0]
     lines = [f"### `paceline {name}`", "", _cell(inspect.getdoc(verb.option_class()) or ""), ""]
     lines += ["```text", usage.removeprefix("usage: "), EXAMPLES[name], "```", ""]
     lines += ["| option | meaning | value | default |", "| --- | --- | --- | --- |"]

@@ -172,7 +172,8 @@ def _run_verb(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(verb_arguments):
         from paceline.commands.common.help_page import help_page
 
-        print_line(help_page(verb, option_class, takes_settings=row.takes_settings))
+        page = help_page(verb, option_class, takes_settings=row.takes_settings, takes_command=row.takes_command)
+        print_line(page)
         return int(ExitCode.DONE)
     options = _parse_options(verb, option_class, verb_arguments, takes_settings=row.takes_settings)
     if settings and not row.takes_settings:

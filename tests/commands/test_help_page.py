@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from paceline.cli import main, split_settings
+from paceline.cli import main, split_command, split_settings
 from paceline.commands.command_table import VERBS
 from paceline.commands.common.help_page import EXAMPLES, SETTINGS, help_page
 from paceline.config.merge_settings import known_settings
@@ -14,7 +14,8 @@ from paceline.config.merge_settings import known_settings
 def test_help_describes_every_option_in_plain_columns(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0 and main([verb, "-h"]) == 0
     out = capsys.readouterr().out
-    page = help_page(verb, VERBS[verb].option_class(), takes_settings=VERBS[verb].takes_settings)
+    row = VERBS[verb]
+    page = help_page(verb, row.option_class(), takes_settings=row.takes_settings, takes_command=row.takes_command)
     assert out == f"{page}\n" * 2
     assert "{None}" not in page and "default: None" not in page and "default: False" not in page
     assert all(len(line) <= 120 for line in page.splitlines())
@@ -35,7 +36,7 @@ def test_groups_come_in_one_order() -> None:
 def test_every_verb_has_an_example_of_itself(verb: str) -> None:
     words = shlex.split(EXAMPLES[verb])
     assert words[:2] == ["paceline", verb]
-    own, settings = split_settings(words[2:])
+    own, settings = split_settings(split_command(words[2:])[0])
     options = {f"--{name.replace('_', '-')}" for name in VERBS[verb].option_class().__dataclass_fields__}
     assert {word for word in own if word.startswith("--")} <= options
     assert {word[2:] for word in settings if word.startswith("--")} <= set(known_settings())

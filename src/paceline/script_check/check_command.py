@@ -79,7 +79,7 @@ def _refuse(options: CheckOptions) -> None:
 
 
 def _nothing_recorded(run: ScriptRun, end: ScriptEnd) -> Verdict:
-    """Return the verdict on a command of which no optimizer step was recorded, with what it printed last."""
+    """Return the verdict on a command without a recorded step, with what it printed last."""
     lines = end.output.read_text(errors="replace").splitlines()[-_NUM_OUTPUT_LINES:]
     tail = "\n".join(["", "The last lines of the command:", *(f"  {line}" for line in lines)]) if lines else ""
     if end.is_out_of_time:

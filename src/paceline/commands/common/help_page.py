@@ -19,6 +19,7 @@ EXAMPLES = {
     "compare": "paceline compare job.py --layouts single ddp --ranks 2",
     "report": "paceline report runs/job/NAME",
     "why": "paceline why runs/job/NAME",
+    "check": "paceline check -- torchrun --nproc-per-node 2 train.py",
     "doctor": "paceline doctor job.py --nodes 3:host1 --run-dir /shared/runs",
     "submit": "paceline submit job.py --to slurm --nodes 2 --ranks-per-node 8 --hours 12 --run-dir runs/first",
     "ckpt": "paceline ckpt ls runs/job/NAME",
@@ -57,13 +58,14 @@ _PLACEHOLDERS = {
 _POSITIONAL = ("name", "job", "what", "run", "runs", "other")
 
 
-def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
+def help_page(verb: str, options: type, *, takes_settings: bool, takes_command: bool = False) -> str:
     """Return the help of one verb. `options` is a dataclass whose attribute docstrings describe the options."""
     descriptions, option_types = _descriptions(options), get_type_hints(options)
     positional = [field for field in fields(options) if field.name in _POSITIONAL]
     optional = [field for field in fields(options) if field.name not in _POSITIONAL]
-    usage = " ".join(_positional_placeholder(field) for field in positional)
-    lines = [f"usage: paceline {verb} {usage} [options]{' [settings]' * takes_settings}", ""]
+    usage = " ".join(["", *(_positional_placeholder(field) for field in positional)])
+    more = " [settings]" * takes_settings + " -- COMMAND" * takes_command
+    lines = [f"usage: paceline {verb}{usage} [options]{more}", ""]
     lines += [*textwrap.wrap(" ".join((options.__doc__ or "").split()), _WIDTH), f"  {EXAMPLES[verb]}"]
     if any(descriptions.get(field.name) for field in positional):
         lines += [

@@ -4,6 +4,7 @@ The folder of this file is the first one on `PYTHONPATH`, so Python imports the 
 `sitecustomize` that it hides, and leaves torch's own loader in place. A fault here never ends the process.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+_RECORDER = "paceline.script_check.recorder.script_recorder"
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 _SOURCE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER)))  # noqa: PTH120
 
@@ -51,9 +53,7 @@ class _TorchImport:
             try:
                 if _SOURCE_FOLDER not in sys.path:
                     sys.path.append(_SOURCE_FOLDER)
-                from paceline.script_check.recorder.script_recorder import start_recorder  # noqa: PLC0415
-
-                start_recorder(os.environ)
+                importlib.import_module(_RECORDER).start_recorder(os.environ)
             except Exception as error:
                 print(f"paceline: this process is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -2,10 +2,11 @@
 
 Start with `verdict.py`.
 
-- `coverage.py`: What a recorded run did not exercise, so that a clean verdict says nothing about it.
+- `coverage.py`: Statements about what a recorded run did not exercise, so that a clean verdict says nothing about it.
 - `data_findings.py`: Findings about the data: the same samples on several ranks, samples that come again, batches of
   unequal size.
-- `reduction.py`: How the gradients of an optimizer step follow from the gradients that the ranks computed themselves.
+- `reduction.py`: The reduction of gradients: those of a step are weighted sums of those that the ranks computed
+  themselves.
 - `reduction_findings.py`: Findings about the reduction of gradients: reduced at all, how, at which backward pass, and
   for which parameters.
 - `script_finding.py`: A finding about a training script: what is wrong, since which step, where, and what to do.

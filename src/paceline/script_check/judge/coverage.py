@@ -1,4 +1,4 @@
-"""What a recorded run did not exercise, so that a clean verdict says nothing about it."""
+"""Statements about what a recorded run did not exercise, so that a clean verdict says nothing about it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How the gradients of an optimizer step follow from the gradients that the ranks computed themselves.
+"""The reduction of gradients: those of a step are weighted sums of those that the ranks computed themselves.
 
 The projections of tensors add up as the tensors do. So the weights with which the own gradients of all ranks, or of all
 their backward passes, give the gradient of a step are the solution of a small least squares problem.
@@ -19,7 +19,7 @@ _MAX_PASSES = 32  # columns of a fit by backward passes
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the gradient of one rank, or of one parameter, follows from those of all ranks.
+    """The way in which the gradient of one rank, or of one parameter, follows from those of all ranks.
 
     `kind`: `mean`, `sum`, `mean-twice` (divided by the ranks once more), `scaled` (a multiple of the mean: `factor`),
     `own` (of this rank alone), `unequal` (each rank has another of the `weights`), `passes` (each backward pass has

@@ -125,7 +125,7 @@ class ScriptRun:
 
     @property
     def sharding(self) -> str:
-        """How the weights are split; see `StepLine.sharding`."""
+        """The way in which weights are split; see `StepLine.sharding`."""
         return next((rank.sharding for step in self.steps for rank in step.ranks if rank.sharding), "")
 
 

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from paceline.script_check.recorder.live_modules import unwrap
 from paceline.script_check.recorder.sample_keys import sample_keys
 from paceline.script_check.recorder.source_lines import calling_line
-from paceline.script_check.recorder.tensor_print import tensor_leaves
 from paceline.script_check.recording import ForwardCall
+from paceline.torch_internals.pytree import tensor_leaves
 
 _MAX_SAMPLES = 4096  # whose keys are written for each call
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]

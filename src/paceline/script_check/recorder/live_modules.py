@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.verification.fingerprints.record import strip_wrapper_names
 
@@ -67,8 +68,6 @@ def find_trained_modules(optimizer: Optimizer) -> TrainedModules:
 
 def find_schedulers(optimizer: Optimizer) -> list[Any]:
     """Return the learning rate schedulers of an optimizer, in the order in which they were made."""
-    from torch.optim.lr_scheduler import LRScheduler  # noqa: PLC0415
-
     return [each for each in _living(LRScheduler) if getattr(each, "optimizer", None) is optimizer]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.script_check.recorder.tensor_print import bits_of, mix_bits, tensor_leaves
+from paceline.script_check.recorder.tensor_print import bits_of, mix_bits
+from paceline.torch_internals.pytree import tensor_leaves
 
 _MASK = "attention_mask"
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number

@@ -1,6 +1,5 @@
 """Summaries of tensors on their own device: random projections, norm and digest, without a copy of the tensor."""
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -71,14 +70,6 @@ def project_tensor(tensor: Tensor) -> tuple[float, ...]:
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the machine epsilon of a type, and 0 for integers."""
     return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
-
-
-def tensor_leaves(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested mappings, lists and tuples."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensor_leaves(part)]
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:

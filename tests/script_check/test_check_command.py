@@ -1,0 +1,101 @@
+"""`paceline check -- COMMAND` with real commands: an injected recorder, a failure, no step, a hang, a wrong line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.script_check.recording import FOLDER_VARIABLE
+
+SCRIPT = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+print("the end", model.weight.sum().item())
+"""
+TWO_RANKS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def check(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "ignore", "-m", "paceline", "check", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_ranks_of_torchrun_are_ended_after_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = check(tmp_path, "--steps", "3", "--json", "--", *torchrun)
+    verdict = json.loads(done.stdout)
+    assert done.returncode == 0 and verdict["findings"] == [] and (verdict["ranks"], verdict["steps"]) == (2, 3), done
+    assert not list(tmp_path.glob("*.jsonl")), "nothing is left in the folder of the script"
+
+
+def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = check(tmp_path, "--steps", "0", "--out", "kept", "--", sys.executable, "train.py", "5")
+    assert done.returncode == 0 and "5 steps of 1 rank" in done.stdout, done
+    assert "one rank: nothing was reduced" in done.stdout
+    assert "the end" in (tmp_path / "kept" / "output.log").read_text()
+    assert len((tmp_path / "kept" / "rank-0.jsonl").read_text().splitlines()) == 1 + 1 + 5
+    plain = subprocess.run([sys.executable, "train.py", "5"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert plain.stdout == (tmp_path / "kept" / "output.log").read_text()
+    again = check(tmp_path, "--out", "kept", "--", sys.executable, "train.py", "5")
+    assert again.returncode == 2 and "--out kept is not an empty folder" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch; raise ValueError('no data')", "ended with exit code 1 before an optimizer made a step"),
+        ("import torch", "without a step of a torch optimizer"),
+        ("import torch, time; time.sleep(100)", "no optimizer made a step in time"),
+    ],
+    ids=["a failure", "no step", "a hang"],
+)
+def test_a_command_without_a_step_can_not_be_judged(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    done = check(tmp_path, "--wait", "5", "--", sys.executable, "train.py")
+    assert done.returncode == 5 and said in done.stderr, done
+    assert ("ValueError: no data" in done.stderr) == ("no data" in text)
+
+
+def test_wrong_lines_name_the_right_one(tmp_path: Path) -> None:
+    done = check(tmp_path, "torchrun", "train.py")
+    assert done.returncode == 2 and "to do: paceline check -- torchrun train.py" in done.stderr, done
+    done = check(tmp_path, "--", "no-such-program", "train.py")
+    assert done.returncode == 2 and "no-such-program can't be started" in done.stderr, done
+
+
+def test_a_recorder_that_fails_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "file").write_text("")
+    injected = Path(sys.modules["paceline"].__path__[0]) / "script_check" / "injected"
+    environ = {**os.environ, FOLDER_VARIABLE: str(tmp_path / "file" / "folder")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(injected), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "train.py", "3"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "the end" in done.stdout, done
+    assert "the recording has stopped, and the training goes on" in done.stderr
