@@ -81,6 +81,13 @@ def test_a_command_without_a_step_can_not_be_judged(tmp_path: Path, text: str, s
     assert ("ValueError: no data" in done.stderr) == ("no data" in text)
 
 
+def test_a_launcher_that_starts_too_few_processes_is_no_clean_run(tmp_path: Path) -> None:
+    """As `accelerate launch --cpu --num_processes 2` does, which starts one."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = check(tmp_path, "--steps", "2", "--", sys.executable, "train.py", "5", "--num_processes=2")
+    assert done.returncode == 5 and "asks for 2 processes (--num_processes 2)" in done.stderr, done
+
+
 def test_wrong_lines_name_the_right_one(tmp_path: Path) -> None:
     done = check(tmp_path, "torchrun", "train.py")
     assert done.returncode == 2 and "to do: paceline check -- torchrun train.py" in done.stderr, done

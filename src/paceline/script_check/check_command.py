@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from paceline.script_check.judge.verdict import Verdict, judge
 from paceline.script_check.script_process import ScriptEnd, describe_command, run_recorded
 
 _NUM_OUTPUT_LINES = 15  # of the command, shown if it fails
+_COUNT_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "-np")
 _EXAMPLE = "paceline check -- torchrun --nproc-per-node 2 train.py"
 
 
@@ -63,11 +65,27 @@ def check_script(command: list[str], options: CheckOptions, folder: Path) -> tup
         return _nothing_recorded(run, end), []
     verdict = judge(run)
     wrappers = sorted({name for step in run.steps for rank in step.ranks for name in rank.wrappers})
-    expected = run.ranks[0].header.world_size
-    if expected != run.world_size and verdict.exit_code == ExitCode.DONE:
-        reason = f"{run.world_size} of {plural(expected, 'rank')} recorded something"
+    reason = _missing_ranks(run, command)
+    if reason and verdict.exit_code == ExitCode.DONE:
         verdict = replace(verdict, exit_code=int(ExitCode.NOT_JUDGED), reason=reason)
     return verdict, wrappers
+
+
+def _missing_ranks(run: ScriptRun, command: Sequence[str]) -> str:
+    """Return which ranks have recorded nothing, by their own count and by the command; empty if none is missing."""
+    world_size = run.ranks[0].header.world_size
+    if world_size > run.world_size:
+        return f"{run.world_size} of {plural(world_size, 'rank')} made a step"
+    for option, value in zip(command, [*command[1:], ""], strict=True):
+        name, _, own_value = option.partition("=")
+        value = own_value or value
+        if name in _COUNT_OPTIONS and value.isdigit() and int(value) > world_size:
+            return (
+                f"the command asks for {plural(int(value), 'process')} ({name} {value}), but each process that trains"
+                f" belongs to a training of {plural(world_size, 'rank')}. torchrun --nproc-per-node {value} SCRIPT"
+                " starts as many"
+            )
+    return ""
 
 
 def _refuse(options: CheckOptions) -> None:
