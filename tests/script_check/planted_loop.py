@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from paceline.script_check.recorder.script_recorder import start_recorder
 from paceline.script_check.recording import FOLDER_VARIABLE
@@ -53,6 +53,11 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
         return model
     if fault in ("not wrapped", "other start weights", "reduced to the sum"):
         return model
+    if fault == "a part that is trained later":
+        model.first.requires_grad_(False)
+        wrapped = DistributedDataParallel(model)
+        model.first.requires_grad_(True)
+        return wrapped
     if fault == "an ignored parameter":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
     return DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
@@ -67,8 +72,15 @@ def reduce_by_hand(model: nn.Module, fault: str) -> None:
             p.grad /= dist.get_world_size()
     if fault == "clipped by value":
         nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-    if fault == "clipped":
+    if fault == "clipped" or (fault == "clipped on one rank" and dist.get_rank() == 0):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def closure(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
 
 
 def train(fault: str) -> str:
@@ -79,7 +91,12 @@ def train(fault: str) -> str:
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, CLASSES, (64,)))
     wrapped = wrap(model, fault)
     sampler = DistributedSampler(data, num_replicas=1 if fault == "the same samples" else world_size, rank=0 if fault == "the same samples" else rank)  # fmt: skip
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.0 if fault == "no learning rate" else 1e-2)
+    if fault == "shuffled on each rank":
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
+    trained = Net(has_batch_norm=False) if fault == "an old optimizer" else wrapped
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    if fault == "a closure":
+        optimizer = torch.optim.LBFGS(trained.parameters(), max_iter=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     num_passes = 2 if fault in ("accumulation", "no_sync at the wrong pass", "zero_grad at each pass") else 1
     scaler = torch.amp.GradScaler("cpu", enabled=fault == "a loss scale")
@@ -96,9 +113,15 @@ def train(fault: str) -> str:
             if fault == "zero_grad at each pass":
                 optimizer.zero_grad()
             scaler.scale(loss).backward()
+            if fault == "sharpness-aware":  # the gradient at other weights is the one that counts
+                optimizer.zero_grad()
+                F.cross_entropy(wrapped(x), y).backward()
         reduce_by_hand(wrapped, fault)
         if is_last:
-            scaler.step(optimizer)
+            if fault == "a closure":
+                optimizer.step(lambda x=x, y=y: closure(optimizer, wrapped, x, y))
+            else:
+                scaler.step(optimizer)
             scaler.update()
             for _ in range(world_size if fault == "a fast schedule" else 1):
                 scheduler.step()

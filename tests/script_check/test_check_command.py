@@ -65,6 +65,15 @@ def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -
     assert again.returncode == 2 and "--out kept is not an empty folder" in again.stderr
 
 
+def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("    optimizer.step()", "    optimizer.step()\n    assert step < 3, 'too far'")
+    )
+    done = check(tmp_path, "--steps", "9", "--", sys.executable, "train.py", "20")
+    assert done.returncode == 5 and "failed with exit code 1 after 4 steps" in done.stdout, done
+    assert "AssertionError: too far" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -77,15 +86,15 @@ def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -
 def test_a_command_without_a_step_can_not_be_judged(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "train.py").write_text(text)
     done = check(tmp_path, "--wait", "5", "--", sys.executable, "train.py")
-    assert done.returncode == 5 and said in done.stderr, done
-    assert ("ValueError: no data" in done.stderr) == ("no data" in text)
+    assert done.returncode == 5 and said in done.stdout, done
+    assert ("ValueError: no data" in done.stdout) == ("no data" in text)
 
 
 def test_a_launcher_that_starts_too_few_processes_is_no_clean_run(tmp_path: Path) -> None:
     """As `accelerate launch --cpu --num_processes 2` does, which starts one."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = check(tmp_path, "--steps", "2", "--", sys.executable, "train.py", "5", "--num_processes=2")
-    assert done.returncode == 5 and "asks for 2 processes (--num_processes 2)" in done.stderr, done
+    assert done.returncode == 5 and "asks for 2 processes (--num_processes 2)" in done.stdout, done
 
 
 def test_wrong_lines_name_the_right_one(tmp_path: Path) -> None:

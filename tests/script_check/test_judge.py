@@ -10,7 +10,17 @@ from tests.forked_ranks import run_forked
 from tests.script_check.planted_loop import PLAIN
 
 pytestmark = pytest.mark.one_worker
-SOUND = ["a sound loop", "accumulation", "clipped", "a loss scale", "autocast", "fsdp", "fsdp in bfloat16"]
+SOUND = [
+    "a sound loop",
+    "accumulation",
+    "clipped",
+    "a loss scale",
+    "autocast",
+    "fsdp",
+    "fsdp in bfloat16",
+    "sharpness-aware",
+    "a closure",
+]
 FAULTS = {
     "the same samples": {"same-samples"},
     "not wrapped": {"gradients-own"},
@@ -25,11 +35,15 @@ FAULTS = {
     "a constant loss": {"gradients-zero"},
     "fsdp without initial values": {"not-initialized"},
     "buffers of each rank": {"buffers-differ"},
-    "another learning rate": {"settings-differ", "weights-differ"},
+    "another learning rate": {"settings-differ"},
+    "clipped on one rank": {"gradients-scaled-otherwise"},
+    "an old optimizer": {"optimizer-without-gradients"},
+    "a part that is trained later": {"parameter-reduced-otherwise"},
 }
 NOTES = {
     "clipped by value": "clipped-by-value",
     "a fast schedule": "scheduler-steps",
+    "shuffled on each rank": "common-samples",
 }
 
 

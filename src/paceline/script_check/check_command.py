@@ -14,9 +14,10 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, UsageError
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.judge.verdict import Verdict, judge
+from paceline.script_check.recording import has_reached_last_step
 from paceline.script_check.script_process import ScriptEnd, describe_command, run_recorded
 
-_NUM_OUTPUT_LINES = 15  # of the command, shown if it fails
+_NUM_OUTPUT_LINES = 20  # of the command, shown if it fails
 _COUNT_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "-np")
 _EXAMPLE = "paceline check -- torchrun --nproc-per-node 2 train.py"
 
@@ -44,7 +45,11 @@ def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
     finally:
         if not options.out:
             shutil.rmtree(folder, ignore_errors=True)
-    return verdict.exit_code, verdict, describe_verdict(verdict, command, wrappers)
+    text = describe_verdict(verdict, command, wrappers)
+    if not options.json:
+        print_line(text)  # to standard output, also with findings: it is the answer
+        text = ""
+    return verdict.exit_code, verdict, text
 
 
 def check_script(command: list[str], options: CheckOptions, folder: Path) -> tuple[Verdict, list[str]]:
@@ -66,8 +71,12 @@ def check_script(command: list[str], options: CheckOptions, folder: Path) -> tup
     verdict = judge(run)
     wrappers = sorted({name for step in run.steps for rank in step.ranks for name in rank.wrappers})
     reason = _missing_ranks(run, command)
-    if reason and verdict.exit_code == ExitCode.DONE:
-        verdict = replace(verdict, exit_code=int(ExitCode.NOT_JUDGED), reason=reason)
+    if end.exit_code and not end.is_out_of_time and not has_reached_last_step(folder, run.world_size):
+        failure = f"the command failed with exit code {end.exit_code} after {plural(run.last_step, 'step')}"
+        reason = failure + _shown_output(end)
+    if reason:
+        code = ExitCode.NOT_JUDGED if verdict.exit_code == ExitCode.DONE else verdict.exit_code
+        verdict = replace(verdict, exit_code=int(code), reason=reason)
     return verdict, wrappers
 
 
@@ -98,8 +107,6 @@ def _refuse(options: CheckOptions) -> None:
 
 def _nothing_recorded(run: ScriptRun, end: ScriptEnd) -> Verdict:
     """Return the verdict on a command without a recorded step, with what it printed last."""
-    lines = end.output.read_text(errors="replace").splitlines()[-_NUM_OUTPUT_LINES:]
-    tail = "\n".join(["", "The last lines of the command:", *(f"  {line}" for line in lines)]) if lines else ""
     if end.is_out_of_time:
         reason = "no optimizer made a step in time (--wait)"
     elif end.exit_code:
@@ -116,8 +123,16 @@ def _nothing_recorded(run: ScriptRun, end: ScriptEnd) -> Verdict:
         findings=[],
         sound=[],
         not_exercised=[],
-        reason=reason + tail,
+        reason=reason + _shown_output(end),
     )
+
+
+def _shown_output(end: ScriptEnd) -> str:
+    """Return the first traceback that the command printed, or its last lines."""
+    lines = end.output.read_text(errors="replace").splitlines()
+    starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    lines = lines[starts[0] : starts[0] + _NUM_OUTPUT_LINES] if starts else lines[-_NUM_OUTPUT_LINES:]
+    return "\n".join(["", "The command printed:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def describe_verdict(verdict: Verdict, command: list[str], wrappers: list[str]) -> str:
@@ -139,7 +154,7 @@ def describe_verdict(verdict: Verdict, command: list[str], wrappers: list[str]) 
 
 
 def _last_line(verdict: Verdict) -> str:
-    if verdict.reason:
-        return f"CAN'T BE JUDGED: {verdict.reason}"
     count = sum(not finding.is_note for finding in verdict.findings)
-    return f"{plural(count, 'finding')}." if count else "No finding."
+    if count:
+        return f"{plural(count, 'finding')}.{f' And {verdict.reason}' if verdict.reason else ''}"
+    return f"CAN'T BE JUDGED: {verdict.reason}" if verdict.reason else "No finding."

@@ -92,6 +92,16 @@ def recording_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
+def last_step_file(folder: Path, rank: int) -> Path:
+    """Return the file that a rank writes when it has made the last step that is recorded."""
+    return folder / f"done-{rank}"
+
+
+def has_reached_last_step(folder: Path, world_size: int) -> bool:
+    """Return whether all ranks have made the last step that is recorded."""
+    return len(list(folder.glob("done-*"))) >= world_size
+
+
 class RankRecording(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file of one rank."""
 

@@ -34,6 +34,11 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
     unused = parameters_without_gradient(run)
     if unused:
         lines.append(f"{plural(len(unused), 'parameter')} without a gradient: {first_names(unused)}")
-    if any(not step.samples(rank) for step in steps for rank in range(run.world_size)):
-        lines.append("the samples of some steps: the inputs of the model are no tensors with a batch dimension")
+    if not any(step.samples(rank) for step in steps for rank in range(run.world_size)):
+        lines.append("the samples: the inputs of the model are no tensors with a batch dimension")
+    unseen = sorted({name for step in steps for name in step.gradients[0] if name not in step.ranks[0].own_gradients})
+    if unseen and reductions:
+        lines.append(
+            f"the reduction of {first_names(unseen)}: no own gradient was seen, as of parameters outside the model"
+        )
     return lines

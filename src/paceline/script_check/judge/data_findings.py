@@ -16,6 +16,7 @@ def data_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the samples of the ranks, and notes about their order."""
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
     yield from _shared_samples(run, steps)
+    yield from _overlap(run, steps)
     yield from _periods(run, steps)
 
 
@@ -42,6 +43,30 @@ def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Scr
 def _shared_share(step: ScriptStep, first: int, second: int) -> float:
     one, two = step.samples(first), step.samples(second)
     return sum((one & two).values()) / max(1, min(sum(one.values()), sum(two.values())))
+
+
+def _overlap(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
+    """Yield a note if ranks read the same samples at different steps, before one of them has read a sample twice."""
+    if run.sharding == "tensor" or run.world_size < 2:
+        return
+    seen: list[set[tuple[str, int]]] = [set() for _ in range(run.world_size)]
+    for step in steps:
+        samples = [step.samples(rank) for rank in range(run.world_size)]
+        if any(max(each.values(), default=0) > 1 or seen[rank] & set(each) for rank, each in enumerate(samples)):
+            break
+        for rank, each in enumerate(samples):
+            seen[rank] |= set(each)
+    common = len(seen[0] & seen[1])
+    if common > run.world_size:  # a sampler may repeat a few to fill the last batches
+        yield ScriptFinding(
+            name="common-samples",
+            text=f"ranks 0 and 1 have {plural(common, 'sample')} in common, of {len(seen[0])} that rank 0 read before"
+            " one came again",
+            step=steps[0].number,
+            line=steps[0].line("forward"),
+            hint=f"{_SAMPLER_HINT}; right where samples are drawn at random, or repeated on purpose",
+            is_note=True,
+        )
 
 
 def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:

@@ -49,8 +49,10 @@ class StepReduction:
 
     @property
     def usual_kind(self) -> str:
-        """The kind of reduction that more parameters have than any other."""
-        kinds = Counter(each.kind for each in self.parameters.values())
+        """The kind of reduction that more of the reduced parameters have than any other."""
+        all_kinds = Counter(each.kind for each in self.parameters.values())
+        kinds = Counter({kind: count for kind, count in all_kinds.items() if kind not in ("own", "unexplained")})
+        kinds = kinds or all_kinds
         return kinds.most_common(1)[0][0] if kinds else self.total.kind
 
 

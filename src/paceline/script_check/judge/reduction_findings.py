@@ -1,6 +1,8 @@
 """Findings about the reduction of gradients: reduced at all, how, at which backward pass, and for which parameters."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import log2
 
@@ -9,9 +11,13 @@ from paceline.script_check.judge.reduction import Reduction, StepReduction, find
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
-_WRAP = "wrap the model: DistributedDataParallel(model), and call the wrapper, not model.module"
+_WRAP = "wrap the model: DistributedDataParallel(model); right only if weights are averaged later, as in local SGD"
+_CALL = (
+    "call the wrapper, not model.module; no no_sync() around the last backward pass of a step; a process group with all"
+    " ranks; right only if weights are averaged later, as in local SGD"
+)
 _HINTS = {
-    "own": _WRAP,
+    "scaled-otherwise": "clip on all ranks alike, by a norm that all of them know",
     "sum": "divide by the number of ranks; right only if each rank divides its loss by the count of all ranks",
     "mean-twice": "divide the gradients or the loss by the number of ranks only once",
     "unequal": "clip after the reduction; or, if ranks have unequal counts, weight each loss by count / mean count",
@@ -19,7 +25,8 @@ _HINTS = {
     "zero": "look at the loss: is it constant, as a cross entropy over one class, or detached from the model?",
 }
 _TEXTS = {
-    "own": "rank {rank} steps with its own gradient alone: the ranks train apart",
+    "own": "{who} with its own gradient alone: the ranks train apart",
+    "scaled-otherwise": "the gradients of the ranks are multiplied by different factors {weights} after the reduction",
     "sum": "the optimizer steps with the sum of the ranks' gradients, not with their mean",
     "mean-twice": "the optimizer steps with the mean of the ranks' gradients divided by {world} once more",
     "unequal": "the ranks' gradients count with unequal weights {weights}: clipped before the reduction, or weighted by"
@@ -44,12 +51,33 @@ def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> I
     """Yield the first finding of each kind, and notes about clipping and loss scales."""
     named: set[str] = set()
     all_zero = bool(reductions) and all(each.total.kind == "zero" for each in reductions)
-    for each in reductions:
-        finding = _finding(each, world_size=run.world_size, all_zero=all_zero)
+    own_steps = Counter(id(each.step) for each in reductions if each.total.kind == "own")
+    for each in _with_unequal_factors(reductions):
+        finding = _finding(
+            each, world_size=run.world_size, all_zero=all_zero, is_everywhere=own_steps[id(each.step)] == run.world_size
+        )
         if finding is not None and finding.name not in named:
             named.add(finding.name)
             yield finding
     yield from _discarded(run)
+
+
+def _with_unequal_factors(reductions: Sequence[StepReduction]) -> Iterator[StepReduction]:
+    """Yield the reductions; a rank whose factor differs from that of rank 0 at the same step is `scaled-otherwise`."""
+    first: dict[int, float] = {}
+    for each in reductions:
+        factor = {"scaled": each.total.factor, "mean": 1.0}.get(each.total.kind)
+        expected = None if factor is None else first.setdefault(id(each.step), factor)
+        if factor is not None and expected is not None and abs(factor - expected) > 0.01 * expected:
+            weights = ((round(expected, 3), round(factor, 3)),)
+            yield replace(each, total=replace(each.total, kind="scaled-otherwise", weights=weights))
+        else:
+            yield each
+
+
+def have_equal_factors(reductions: Sequence[StepReduction]) -> bool:
+    """Return whether the gradients of all ranks are multiplied by the same factor at each step."""
+    return all(each.total.kind != "scaled-otherwise" for each in _with_unequal_factors(reductions))
 
 
 def factors(reductions: Sequence[StepReduction]) -> list[float]:
@@ -62,7 +90,7 @@ def are_powers_of_two(values: Sequence[float]) -> bool:
     return all(value > 0 and abs(log2(value) - round(log2(value))) < 1e-3 for value in values)
 
 
-def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> ScriptFinding | None:
+def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool, is_everywhere: bool) -> ScriptFinding | None:
     step, total = reduction.step, reduction.total
     if total.kind in ("mean", "scaled") or (total.kind == "zero" and not all_zero):
         return None
@@ -73,13 +101,15 @@ def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool) -> Sc
     if total.kind == "unexplained":
         return _odd_parameter(reduction)
     weights = ", ".join(f"{value:.3g}" for value in total.weights[0]) if total.weights else ""
-    text = _TEXTS[total.kind].format(rank=reduction.rank, world=world_size, weights=f"({weights})")
+    who = "each rank steps" if is_everywhere else f"rank {reduction.rank} steps"
+    text = _TEXTS[total.kind].format(who=who, world=world_size, weights=f"({weights})")
+    is_wrapped = total.kind == "own" and any(step.ranks[0].wrappers)
     return ScriptFinding(
         name=f"gradients-{total.kind}",
         text=text,
         step=step.number,
         line=step.line("backward" if total.kind != "stale" else "step"),
-        hint=_HINTS[total.kind],
+        hint=_CALL if is_wrapped else _WRAP if total.kind == "own" else _HINTS[total.kind],
     )
 
 
@@ -152,12 +182,16 @@ def _clipped_by_value(reduction: StepReduction) -> ScriptFinding:
 
 
 def _discarded(run: ScriptRun) -> Iterator[ScriptFinding]:
-    """Yield a finding if gradients of a step are set to zero between its backward passes, at every step."""
+    """Yield a finding if gradients of a step are set to zero between its backward passes, at every step.
+
+    If the same samples go through the model several times, or samples that need a gradient, this may be meant: a
+    closure, sharpness-aware minimization, adversarial training.
+    """
     steps = [step for step in run.steps if step.optimizer == 0]
     if len({step.optimizer for step in run.steps}) > 1 or not steps:
         return  # with several optimizers, each throws away what the loss of another one gave
     counts = [max(rank.num_discarded for rank in step.ranks) for step in steps]
-    if all(counts):
+    if all(counts) and all(_has_new_samples(step) for step in steps):
         yield ScriptFinding(
             name="gradients-discarded",
             text=f"zero_grad() throws away the gradients of {plural(counts[0], 'backward pass')} in"
@@ -166,6 +200,16 @@ def _discarded(run: ScriptRun) -> Iterator[ScriptFinding]:
             line=_first_line(steps),
             hint="call optimizer.zero_grad() once, after optimizer.step()",
         )
+
+
+def _has_new_samples(step: ScriptStep) -> bool:
+    """Return whether each forward pass of the step had samples, and no other one of the rank had the same ones."""
+    for rank in step.ranks:
+        calls = [call for call in rank.calls if call.has_parameters]
+        keys = [key for call in calls for key in set(call.samples)]
+        if not all(call.samples for call in calls) or len(set(keys)) < len(keys):
+            return False
+    return True
 
 
 def _first_line(steps: Sequence[ScriptStep]) -> str:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
+from paceline.console.formatting import plural
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 
 
 def setting_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the settings of the optimizers."""
+    yield from _optimizers_without_gradients(run)
     yield from _unequal_options(run)
     yield from _fast_schedulers(run)
     counts = {len(recording.steps) for recording in run.ranks}
@@ -18,8 +20,25 @@ def setting_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
             name="unequal-steps",
             text=f"the ranks made different numbers of optimizer steps: {numbers}",
             step=run.last_step,
-            hint="give all ranks as many batches: drop_last=True, or join()",
+            hint="give all ranks as many batches: drop_last=True; right inside join()",
+            is_note=True,
         )
+
+
+def _optimizers_without_gradients(run: ScriptRun) -> Iterator[ScriptFinding]:
+    """Yield a finding about an optimizer that steps although none of its parameters ever has a gradient."""
+    for start in run.start:
+        steps = [step for step in run.steps if step.optimizer == start.optimizer]
+        if steps and not any(gradients for step in steps for gradients in step.gradients):
+            count = plural(len(start.weights[0]), "parameter")
+            yield ScriptFinding(
+                name="optimizer-without-gradients",
+                text=f"{start.ranks[0].optimizer_class} steps, but none of its {count} ever has a gradient: the model"
+                " that is trained has other parameters",
+                step=steps[0].number,
+                line=steps[0].line("step"),
+                hint="make the optimizer after the model has been copied, moved, wrapped and sharded",
+            )
 
 
 def _unequal_options(run: ScriptRun) -> Iterator[ScriptFinding]:

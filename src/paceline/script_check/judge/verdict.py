@@ -13,6 +13,7 @@ from paceline.script_check.judge.reduction_findings import (
     all_reductions,
     are_powers_of_two,
     factors,
+    have_equal_factors,
     reduction_findings,
 )
 from paceline.script_check.judge.script_finding import ScriptFinding
@@ -64,7 +65,8 @@ def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFindi
     causes = [
         finding.step
         for finding in findings
-        if not finding.is_note and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-"))
+        if not finding.is_note
+        and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-", "settings-"))
     ]
     first = min(causes, default=None)
     return [
@@ -90,16 +92,17 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     """Return a sentence about each thing that was judged, and is right."""
     lines = []
     kinds = {each.total.kind for each in reductions}
-    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled"}:
+    is_alike = have_equal_factors(reductions)
+    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled"} and is_alike:
         names = max((len(each.step.judged_names) for each in reductions), default=0)
         lines.append(f"each rank steps with the mean of all ranks' gradients ({plural(names, 'parameter')})")
     scales = factors(reductions)
-    if scales:
+    if scales and is_alike:
         many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
         lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
         lines.append("all ranks have equal weights, before the first step and after each one")
     if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
-        lines.append("the ranks read different samples")
+        lines.append("at the same step, the ranks read different samples")
     return lines

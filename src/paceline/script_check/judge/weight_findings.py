@@ -113,8 +113,8 @@ def _unchanged(run: ScriptRun) -> Iterator[ScriptFinding]:
         if names:
             yield ScriptFinding(
                 name="not-trained",
-                text=f"{plural(len(names), 'parameter')}, as {first_names(names)}, have a gradient at every step, and"
-                f" keep their values for {plural(len(steps), 'step')}",
+                text=f"{len(names)} of {plural(len(start.weights[0]), 'parameter')}, as {first_names(names)}, with a"
+                f" gradient at every step, keep their values for {plural(len(steps), 'step')}",
                 step=steps[-1].number,
                 parameter=names[0],
                 line=steps[-1].line("step"),
@@ -124,7 +124,9 @@ def _unchanged(run: ScriptRun) -> Iterator[ScriptFinding]:
 
 
 def _is_unchanged(name: str, start: TensorPrint, steps: Sequence[ScriptStep]) -> bool:
-    has_gradients = all(name in step.gradients[0] and step.gradients[0][name].norm > 0 for step in steps)
+    has_gradients = all(
+        name in step.judged_names and step.gradients[0][name].norm > 0 for step in steps
+    )  # one that is not judged may be only rounding
     return has_gradients and all(
         step.weights[0][name].digest == start.digest for step in steps if name in step.weights[0]
     )

@@ -34,6 +34,8 @@ from paceline.script_check.recording import (
     StepLine,
     TensorPrint,
     encode_line,
+    has_reached_last_step,
+    last_step_file,
     recording_file,
 )
 
@@ -191,9 +193,9 @@ class ScriptRecorder:
 
     def _end_process(self) -> None:
         """Wait until all ranks have made their last step, because they may still need this one, and exit."""
-        (self._folder / f"done-{self._rank}").touch()
+        last_step_file(self._folder, self._rank).touch()
         until = time.monotonic() + _PEER_SECONDS
-        while len(list(self._folder.glob("done-*"))) < self._world_size and time.monotonic() < until:
+        while not has_reached_last_step(self._folder, self._world_size) and time.monotonic() < until:
             time.sleep(0.02)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
