@@ -1,4 +1,4 @@
-"""What to type for an option of sbatch after `paceline submit`: another option, `--using`, or nothing."""
+"""Answer an option of sbatch after `paceline submit` with another option, with `--using`, or with why it is not needed."""
 
 import re
 import shlex
