@@ -1,4 +1,4 @@
-"""Answer an option of sbatch after `paceline submit` with another option, with `--using`, or with why it is not needed."""
+"""Answer an option of sbatch after `paceline submit`: another option, `--using`, or the reason to leave it out."""
 
 import re
 import shlex
