@@ -98,7 +98,8 @@ def test_what_is_printed_of_a_start_is_what_was_asked_for(here: Path, capsys: py
     assert "nodes: 2:host1\n" in capsys.readouterr().out
     assert main(["train", "job.py", "--nodes", "2", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"] == "2"
-    assert main(["train", "job.py", "--job.api_key", "abc123", "--dry-run"]) == 0
+    (here / "secret.py").write_text("import paceline as pl\ndef make_job(api_key: str = '') -> pl.Job: ...\n")
+    assert main(["train", "secret.py", "--job.api_key", "abc123", "--dry-run"]) == 0
     told_of_secret = capsys.readouterr().out
     assert "job.api_key: " in told_of_secret and "abc123" not in told_of_secret
 

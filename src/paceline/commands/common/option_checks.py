@@ -142,7 +142,7 @@ class TypedOptions:
         is_sbatch = self.verb == "submit"
         words = expand_short_options(self.arguments, is_sbatch=is_sbatch)
         meant = replace(self, arguments=words)
-        for typed, word, following in zip(self.arguments, words, [*words[1:], ""], strict=True):
+        for typed, word, following in zip(self.arguments, words, [*words[1:], ""], strict=False):
             long_flag, equals, value = word.partition("=")
             flag = long_flag if typed == word else "-np" if typed == "-np" else typed[:2]
             name = long_flag[2:].replace("-", "_")
