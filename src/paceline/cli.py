@@ -4,13 +4,14 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from paceline import __version__
 from paceline.console.formatting import did_you_mean, shorten_line
@@ -49,6 +50,16 @@ _ALIASES = {
     "--devices": "--ranks",
     "--strategy": "--layout",
 }
+_OTHER_VERBS = {
+    **dict.fromkeys(("resume", "restart", "continue", "requeue"), "resume"),
+    **dict.fromkeys(("run", "launch", "start", "fit", "torchrun"), "train JOB"),
+    **dict.fromkeys(("status", "logs", "log", "state", "debug", "explain"), "why RUN"),
+    **dict.fromkeys(("eval", "validate", "test"), "evaluate RUN"),
+    **dict.fromkeys(("init", "create", "example"), "new digits"),
+    **dict.fromkeys(("sbatch", "queue", "schedule"), "submit JOB"),
+    **dict.fromkeys(("settings", "show-config"), "config JOB"),
+}
+"""Verbs of other tools: the verb that was meant, and its argument. To resume is an option of `train`."""
 _UNDOTTED_SETTINGS = ("seed",)
 _RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")  # of launchers
 _FRAME_TO_SPACES = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
@@ -107,6 +118,25 @@ def expand_rank_range(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return expanded, settings
 
 
+def gather_values(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the arguments with the values of each option in `names`, which takes several, behind one flag.
+
+    The parser would forget `a=1` in `--using a=1 --using b=2`.
+    """
+    others, gathered = list[str](), dict[str, list[str]]()
+    values: list[str] | None = None
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            is_one = flag[2:].replace("-", "_") in names
+            values = gathered.setdefault(flag, []) if is_one else None
+            word = value if is_one else word
+            if is_one and not equals:
+                continue
+        (others if values is None else values).append(word)
+    return [*others, *(word for flag, words in gathered.items() for word in (flag, *words))]
+
+
 def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments at `--` into those of the verb and the command of another program."""
     words = list(arguments)
@@ -155,9 +185,7 @@ def _run_verb(arguments: list[str]) -> int:
 
     verb = arguments[0]
     if verb not in VERBS:
-        raise UsageError(
-            f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
-        )
+        raise _verb_error(verb, arguments[1:], list(VERBS))
     row = VERBS[verb]
     option_class = row.option_class()
     words, command = split_command(arguments[1:])
@@ -189,6 +217,26 @@ def _run_verb(arguments: list[str]) -> int:
     return int(code)
 
 
+def _verb_error(verb: str, words: Sequence[str], verbs: Sequence[str]) -> UsageError:
+    """Return the error for a verb that is not there, with the line that was meant if it is another tool's word."""
+    what = f"there is no verb {verb!r}."
+    line = _OTHER_VERBS.get(verb.lower().replace("_", "-"))
+    if line is None:
+        return UsageError(what, cause=did_you_mean(verb, verbs), hint=f"paceline {' | '.join(verbs)}")
+    own, _, placeholder = line.partition(" ")
+    if own != "resume":
+        return UsageError(what, hint=f"paceline {own} {shlex.join(words) or placeholder}")
+    first, *rest = words or [""]
+    is_job = Path(first.partition(":")[0]).suffix == ".py"
+    if first and not is_job and Path(first).is_dir():
+        from paceline.commands.common.resume_command import missing_job_error
+
+        found = missing_job_error(["--resume", first, *rest])
+        return UsageError(what, cause=found.cause, hint=found.hint)
+    job, run = (first, []) if is_job else ("JOB", [first] if first else [])
+    return UsageError(what, hint=shlex.join(["paceline", "train", job, "--resume", *run, *rest]))
+
+
 def _usable_aliases(option_class: type, arguments: Sequence[str]) -> dict[str, str]:
     """Return the aliases of options that the verb has; on several nodes, `--ranks` is not the one that is meant."""
     from paceline.nodes.launcher_options import names_nodes
@@ -204,21 +252,12 @@ def _usable_aliases(option_class: type, arguments: Sequence[str]) -> dict[str, s
 def _parse_options(verb: str, cls: type, arguments: list[str], *, takes_settings: bool) -> Any:
     import tyro
 
-    from paceline.commands.common.option_checks import TypedOptions, number_problems, unknown_option_hint
+    from paceline.commands.common.option_checks import TypedOptions
 
     option_types = get_type_hints(cls)
     typed = TypedOptions(verb=verb, arguments=arguments, option_types=option_types, takes_settings=takes_settings)
-    problems: list[PacelineError] = []
-    for word, next_argument in zip(arguments, [*arguments[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        value = value if equals else "" if next_argument.startswith("--") else next_argument
-        if flag.startswith("--") and name not in {*option_types, "help"}:
-            cause, hint = unknown_option_hint(typed, flag, value)
-            problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
-        elif name in option_types and flag.startswith("--"):
-            problems += number_problems(flag, value, option_types[name])
-    raise_all(problems)
+    raise_all(typed.problems())
+    arguments = gather_values(arguments, [name for name, kind in option_types.items() if get_origin(kind) is tuple])
     parser_output = io.StringIO()
     try:
         with redirect_stdout(parser_output), redirect_stderr(parser_output):

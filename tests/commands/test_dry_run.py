@@ -79,6 +79,31 @@ def test_the_first_line_says_what_would_start(here: Path, capsys: pytest.Capture
     assert main(["train", "job.py", "--ranks", "2", "--run-dir", "runs/a", "--dry-run"]) == 0
 
 
+def test_what_is_printed_of_a_start_is_what_was_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--layout", "fsdp", "--train.steps", "9", "--job.lr", "0.1", "--dry-run")
+    assert main(["train", "job.py", "--nodes", "2", *words]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        "would be accepted: fsdp on 2 ranks, a new run folder in runs/job",
+        "job: job.py",
+        "nodes: 2",
+        "ranks: 2",
+        "device: cpu",
+        "layout: fsdp",
+        "train.steps: 9",
+        "job.lr: 0.1",
+    ]
+    assert not told.err
+    assert main(["train", "job.py", "--nodes", "2:host1", *words]) == 0
+    assert "nodes: 2:host1\n" in capsys.readouterr().out
+    assert main(["train", "job.py", "--nodes", "2", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"] == "2"
+    (here / "secret.py").write_text("import paceline as pl\ndef make_job(api_key: str = '') -> pl.Job: ...\n")
+    assert main(["train", "secret.py", "--job.api_key", "abc123", "--dry-run"]) == 0
+    told_of_secret = capsys.readouterr().out
+    assert "job.api_key: " in told_of_secret and "abc123" not in told_of_secret
+
+
 @pytest.mark.parametrize("place", ["mysink.py", "mysink/__init__.py", "jobs/mysink.py"])
 def test_a_sink_in_this_folder_or_the_jobs_folder_is_accepted(here: Path, place: str) -> None:
     """A rank has both folders on its path; nothing of them is imported here."""

@@ -45,3 +45,9 @@ def test_every_verb_has_an_example_of_itself(verb: str) -> None:
 def test_the_ten_settings_that_help_prints_exist() -> None:
     assert len(SETTINGS) == 10
     assert {name for name in SETTINGS if not name.startswith("job.")} <= set(known_settings())
+
+
+def test_a_placeholder_is_that_of_its_verb() -> None:
+    submit = help_page("submit", VERBS["submit"].option_class(), takes_settings=True)
+    assert "  --to SCHEDULER " in submit and "--to FOLDER" not in submit
+    assert "  --to FOLDER " in help_page("ckpt", VERBS["ckpt"].option_class(), takes_settings=False)

@@ -43,6 +43,15 @@ def test_the_line_has_the_job(run: Path, typed: str, line: str, capsys: pytest.C
     assert told.startswith("error: train needs the job") and told.endswith(f"  to do: {line}\n"), told
 
 
+def test_so_has_the_line_for_a_verb_that_resumes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("resume", "restart"):
+        assert main([verb, str(run)]) == 2
+        line = f"paceline train 'my digits.py' --run-dir {run} --ranks 2{DEVICE} --layout fsdp --train.steps 9"
+        assert capsys.readouterr().err.endswith(f"  to do: {line}\n")
+    assert main(["resume", str(run), "--ranks", "4"]) == 2
+    assert f"to do: paceline train 'my digits.py' --resume {run} --ranks 4\n" in capsys.readouterr().err
+
+
 def test_a_job_that_is_missing_without_a_run_is_said_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--ranks", "2"]) == 2
     assert "Missing" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,55 @@ def test_an_option_of_another_tool(typed: tuple[str, ...], expected: str, capsys
         ("submit job.py --time 1-12:30:00", "--hours 36.5"),
         ("submit job.py --hours 90:00", "--hours 1.5"),
         ("submit job.py --partition gpu", "--using partition=gpu"),
+        ("submit job.py --nodes 2 --cpus-per-task 8", "--using cpus-per-task=8"),
+        ("submit job.py --cpus_per_task=8", "--using cpus-per-task=8"),
+        ("submit job.py --error x.err", "--using error=x.err"),
+        ("submit job.py --output x.out", "leave --output out"),
+        ("submit job.py --job-name mine", "leave --job-name out"),
+        ("submit job.py --mem 100G", "leave --mem out"),
+        ("submit job.py --mem-per-cpu=4G", "leave --mem-per-cpu out"),
+        ("submit job.py --exclusive", "leave --exclusive out"),
+        ("submit job.py --gres gpu:8", "--ranks-per-node 8"),
+        ("submit job.py --gres=gpu:h100:8", "--ranks-per-node 8"),
+        ("submit job.py --gres nvme:1", "--using gres=nvme:1"),
+        ("submit job.py -N 2", "--nodes 2"),
+        ("submit job.py -N2", "--nodes 2"),
+        ("submit job.py --nodes 2 -p gpu", "--using partition=gpu"),
+        ("submit job.py -A me", "--using account=me"),
+        ("submit job.py -t 1-0", "--hours 24"),
+        ("submit job.py -c 8", "--using cpus-per-task=8"),
+        ("submit job.py -J mine", "leave -J out"),
+        ("submit job.py -o x.out", "leave -o out"),
+        ("submit job.py --to k8s --image a --mem 100G", "--using memory=100Gi"),
+        ("submit job.py --to k8s --image a --cpus-per-task 8", "--using cpus=8"),
+        ("submit job.py --to=ray --cpus-per-task 8", "leave --cpus-per-task out"),
+        ("submit job.py --to sagemaker --image a -p gpu", "leave -p out"),
+        ("submit job.py --to kubernetes", "--to k8s"),
+        ("submit job.py --to sbatch", "--to slurm"),
+        ("submit job.py --to slrum", "--to slurm"),
+        ("submit job.py --price 3,2", "--price 3.2"),
+        ("submit job.py --price 3.2USD", "--price 3.2"),
+        ("submit job.py --price 1,234.5", "--price 1234.5"),
+        ("submit job.py --ranks-per-node 1,000", "--ranks-per-node 1000"),
+        ("submit job.py -N 2 -n 16", "--nodes 2 --ranks-per-node 8"),
+        ("train job.py -N 2 -n 8", "--nodes 2:HOST --ranks-per-node 4"),
+        ("train job.py -n 4", "--ranks 4"),
+        ("train job.py -np 4", "--ranks 4"),
+        ("train job.py -p gpu", "srun --partition gpu --ntasks-per-node 1 paceline train ..."),
+        ("train job.py --nodes 2 --rdzv_endpoint host1:29500", "--nodes 2:host1:29500"),
+        ("train job.py --nodes 2:4 --rdzv-endpoint=host1", "--nodes 2:4:host1"),
+        ("train job.py --nodes 2 --node_rank 0 --master_addr host1", "--nodes 2:host1 --node 0"),
+        ("train job.py --nodes 2 --node-rank 1", "--nodes 2:HOST --node 1"),
+        ("train job.py --nodes 2:host1 --master_port 29500", "--nodes 2:host1:29500"),
+        ("train job.py --nodes 2:host1 --main_process_port 29400", "--nodes 2:host1:29400"),
+        ("train job.py --nodes 2:host1 --master_addr host1", "leave --master-addr out"),
+        ("train job.py --nodes 2:host1:29400 --rdzv-endpoint host1:29500", "--nodes 2:host1:29500"),
+        ("train job.py --nodes 2:host1,host2", "--nodes 2:host1"),
+        ("train job.py --nodes 2:4:host1,host2:29500", "--nodes 2:4:host1:29500"),
+        ("train job.py --nodes 2:root@host1", "--nodes 2:host1"),
+        ("doctor --nodes 2:host[1-2]", "--nodes 2:host1"),
+        ("train job.py --max-restarts 5", "--survive.restarts 5"),
+        ("train job.py --restarts 5", "--survive.restarts 5"),
         ("plan job.py --nodes 4:host1", "--nodes 4"),
         ("plan job.py --nnodes 2 --nproc-per-node 4", "--nodes 2 --ranks-per-node 4"),
         ("verify job.py --nnodes 2", "leave --nnodes out"),
@@ -94,6 +144,58 @@ def test_the_words_for_several_nodes(typed: str, expected: str, capsys: pytest.C
     assert main(typed.split()) == 2
     told = capsys.readouterr().err
     assert re.search(rf"to do: {re.escape(expected)}(\n|, |; )", told), told
+
+
+@pytest.mark.parametrize(
+    ("typed", "cause"),
+    [
+        ("train job.py --max-restarts 5", "Paceline counts the restarts in a row, without a new checkpoint in between"),
+        ("submit job.py --run-dir runs/a --output x.out", "the script sets it: the log is runs/a/submit/slurm-JOBID.out"),
+        ("submit job.py --output x.out", "the script sets it: the log is slurm-JOBID.out in the folder `submit` of the run"),
+        ("submit job.py --array 1-4 --run-dir=runs/a -o x", "the log is runs/a/submit/slurm-JOBID-TASK.out"),
+        ("submit job.py --mem 100G", "the script asks for all memory of each node (--mem=0)"),
+        ("submit job.py --to kubernetes", "did you mean 'k8s'?"),
+        ("train job.py --nodes 2:host1 --master_addr host2", "--nodes says where the nodes meet"),
+        ("train job.py --nodes 2:host1,host2", "HOST is the first machine alone"),
+        ("train job.py --nodes 2:root@host1", "Paceline does not log in to it"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_true(typed: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"likely cause: .*{re.escape(cause)}", told), told
+
+
+@pytest.mark.parametrize("name", [name for name, option in OTHER_TOOL_OPTIONS.items() if option.reason])
+def test_a_reason_is_a_sentence(name: str) -> None:
+    first, *_, verb = OTHER_TOOL_OPTIONS[name].reason.split()[:3]
+    assert first in ("it", "the", "torchrun", "ZeRO", "Paceline"), OTHER_TOOL_OPTIONS[name].reason
+    assert verb
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("resume runs/a", "paceline train JOB --resume runs/a"),
+        ("restart job.py", "paceline train job.py --resume"),
+        ("resume", "paceline train JOB --resume"),
+        ("run job.py --ranks 2", "paceline train job.py --ranks 2"),
+        ("launch job.py", "paceline train job.py"),
+        ("start", "paceline train JOB"),
+        ("status runs/a", "paceline why runs/a"),
+        ("logs", "paceline why RUN"),
+        ("eval runs/a", "paceline evaluate runs/a"),
+        ("init digits", "paceline new digits"),
+    ],
+)
+def test_the_verb_of_another_tool(
+    typed: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"to do: {re.escape(expected)}(\n|; )", told), told
+    assert "did you mean" not in told
 
 
 POSITIONAL = {"doctor": [], "ckpt": ["ls"], "compare": ["a", "b"]}

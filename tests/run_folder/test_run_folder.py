@@ -105,6 +105,25 @@ def test_a_name_that_is_none_gets_the_one_that_was_meant(tmp_path: Path, monkeyp
         find_run("/dev/null")
 
 
+def test_a_missing_run_shows_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as found:
+        find_run("runs/nowhere")
+    assert found.value.hint == f"cd to the folder in which you train; there are no runs in {tmp_path}/runs"
+    (tmp_path / "runs/first/logs").mkdir(parents=True)
+    (tmp_path / "runs/job/20261125-120000-bbbb/submit").mkdir(parents=True)
+    for reference in ("runs/nowhere", " "):
+        with pytest.raises(UsageError) as found:
+            find_run(reference)
+        assert found.value.hint == "it is one of: runs/first"
+    for name in ("20261125-120000-aaaa", "20261125-120000-bbbb", "20261125-120000-cccc"):
+        (tmp_path / "runs/job" / name / "logs").mkdir(parents=True)
+    with pytest.raises(UsageError) as found:
+        find_run("runs/nowhere")
+    assert found.value.hint.startswith("it is one of: runs/") and found.value.hint.endswith(" and 1 more")
+    assert found.value.hint.count("runs/") == 3
+
+
 BAD: list[Any] = [
     None, [], 7, "x", {}, {"zzz": 1}, {"verb": "train"}, {"verb": "train", "job": 3},
     {"verb": "train", "job": "job.py", "ranks": "x"}, {"verb": "train", "job": "job.py", "settings": []},

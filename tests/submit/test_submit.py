@@ -1,6 +1,7 @@
 """The command `submit`: the file that it writes, what it refuses, and following a job."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -186,3 +187,40 @@ def test_names_fit_every_scheduler() -> None:
     assert name("my.pkg:make", "/runs/1") == "pkg-1"
     assert name("7.py", "runs/" + "x" * 100).startswith("job-7-") and len(name("7.py", "x" * 100)) <= 40
     assert [format_time(hours) for hours in (0.001, 1.5, 100)] == ["00:01:00", "01:30:00", "100:00:00"]
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (("--nodes", "2"), ["note: one GPU of each node is used; --ranks-per-node 8 for eight"]),
+        ((), ["note: one GPU of one node is used; --nodes 2 --ranks-per-node 8 for two nodes with eight each"]),
+        (("--ranks-per-node", "8"), ["note: 1 node; --nodes 2 for two"]),
+        (("--nodes", "2", "--ranks-per-node", "1"), []),
+        (("--nodes", "1", "--ranks-per-node", "8"), []),
+        (("--nodes", "2", "--device", "cpu"), []),
+        (("--nodes", "2", "--to", "ray"), ["note: one GPU of each node is used; --ranks-per-node 8 for eight"]),
+    ],
+    ids=["ranks", "both", "nodes", "none", "one node", "cpu", "ray"],
+)
+def test_what_is_not_typed_is_said(shop: Shop, words: tuple[str, ...], notes: list[str]) -> None:
+    done = submit(shop, *words)
+    assert done.code == 0, done.err
+    assert [line for line in done.out.splitlines() if line.startswith("note: ")] == notes
+    assert done.out.splitlines()[-1].startswith("To hand it in: ")
+
+
+def test_the_script_says_how_many_nodes_and_why_they_are_whole(shop: Shop) -> None:
+    assert submit(shop, "--ranks-per-node", "8").code == 0
+    text = (shop.path / "runs/a/submit/job.sh").read_text()
+    assert "# Trains job.py on 1 node with 8 processes. Hand it in" in text
+    explained = re.search(r"\n# (.*)\n(#SBATCH --exclusive --mem=0)\n", text)
+    assert explained is not None and "whole node" in explained[1] and "Delete" in explained[1]
+    assert submit(shop, "--nodes", "2", "--ranks-per-node", "1").code == 0
+    text = (shop.path / "runs/a/submit/job.sh").read_text()
+    assert "# Trains job.py on 2 nodes with 1 process each. Hand it in" in text
+
+
+def test_options_of_the_scheduler_that_are_given_one_by_one_all_count(shop: Shop) -> None:
+    assert submit(shop, "--using", "partition=gpu", "--hours", "2", "--using=account=me").code == 0
+    text = (shop.path / "runs/a/submit/job.sh").read_text()
+    assert "#SBATCH --partition=gpu" in text and "#SBATCH --account=me" in text and "--time=02:00:00" in text

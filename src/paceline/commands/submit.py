@@ -17,7 +17,7 @@ from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.job_reference import short_name
 from paceline.config.merge_settings import read_requested_settings
 from paceline.config.parse_auto_layout import is_auto
-from paceline.console.formatting import did_you_mean, plural
+from paceline.console.formatting import closest_word, plural
 from paceline.console.output import print_line
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.nodes.launcher_options import count_part
@@ -29,6 +29,7 @@ from paceline.submit.kubernetes_checks import check_kubernetes
 from paceline.submit.kubernetes_files import kubernetes_file
 from paceline.submit.ray_script import check_ray_script, ray_script
 from paceline.submit.sagemaker_request import check_sagemaker, sagemaker_file
+from paceline.submit.slurm_option_hints import TARGET_NAMES
 from paceline.submit.slurm_script import TASK, slurm_script
 from paceline.submit.submission import Submission, SubmissionFile, write_submission
 from paceline.submit.target_options import (
@@ -53,10 +54,10 @@ class SubmitOptions:
     """job.py, job.py:NAME or pkg.module:NAME, as the nodes see it."""
     to: str = "slurm"
     """slurm, k8s, ray or sagemaker."""
-    nodes: str = "1"
-    """Number of machines. Ray: 2:4 for 2 to 4 of them, as many as the cluster has."""
-    ranks_per_node: int = 1
-    """Number of processes, and of GPUs, on each machine."""
+    nodes: str | None = None
+    """Number of machines; default: 1. Ray: 2:4 for 2 to 4 of them, as many as the cluster has."""
+    ranks_per_node: int | None = None
+    """Number of processes, and of GPUs, on each machine; default: 1."""
     hours: float = 24.0
     """The time limit."""
     using: tuple[str, ...] = ()
@@ -87,6 +88,16 @@ class SubmitOptions:
     """Print the result as JSON."""
 
     @property
+    def nodes_text(self) -> str:
+        """The number of machines as it was typed, or the default."""
+        return "1" if self.nodes is None else self.nodes
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes on each machine."""
+        return 1 if self.ranks_per_node is None else self.ranks_per_node
+
+    @property
     def num_nodes(self) -> int:
         """The number of machines, or the smallest one; 0 if it can't be read."""
         return self.node_counts[0]
@@ -94,7 +105,7 @@ class SubmitOptions:
     @property
     def node_counts(self) -> range:
         """The possible numbers of machines; 0 alone if they can't be read."""
-        match = _NODES.fullmatch(self.nodes)
+        match = _NODES.fullmatch(self.nodes_text)
         if match is None or int(match[1]) > int(match[2] or match[1]):
             return range(1)
         return range(int(match[1]), int(match[2] or match[1]) + 1)
@@ -119,7 +130,7 @@ def run_verb(options: SubmitOptions, settings: list[str]) -> VerbOutput:
         "run": submission.run,
     }
     own_run = [f"run folder on the machines: {submission.run}"] if options.to == "k8s" else []
-    lines = [f"wrote {file.path}", *own_run, *_cost_lines(options)]
+    lines = [f"wrote {file.path}", *own_run, *_size_lines(options), *_cost_lines(options)]
     if options.follow:
         for line in lines:
             _report(line)
@@ -139,16 +150,18 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
     """Return errors for options that contradict each other, or that the scheduler does not have."""
     problems: list[PacelineError] = []
     if options.to not in _TARGETS:
-        cause = did_you_mean(options.to, _TARGETS)
-        problems.append(UsageError(f"--to {options.to}.", cause=cause, hint=f"--to {' | '.join(_TARGETS)}"))
+        meant = TARGET_NAMES.get(options.to.lower()) or closest_word(options.to.lower(), _TARGETS)
+        cause = f"did you mean {meant!r}?" if meant else ""
+        problems.append(UsageError(f"--to {options.to}.", cause=cause, hint=f"--to {meant or ' | '.join(_TARGETS)}"))
     if options.num_nodes <= 0:
         problems.append(_nodes_problem(options))
-    for name, value in (("ranks-per-node", options.ranks_per_node), ("hours", options.hours)):
+    for name, value in (("ranks-per-node", options.num_ranks), ("hours", options.hours)):
         if value <= 0:
             problems.append(UsageError(f"--{name} {value:g} must be positive.", hint=f"--{name} 1"))
     if len(options.node_counts) > 1 and options.to != "ray":
         hint = f"--nodes {options.node_counts[-1]}, or --to ray"
-        problems.append(UsageError(f"--nodes {options.nodes}: only Ray changes the number of machines.", hint=hint))
+        what = f"--nodes {options.nodes}: only Ray changes the number of machines."
+        problems.append(UsageError(what, hint=hint))
     if options.to == "ray" and options.image:
         hint = "the image is that of the cluster; leave --image out"
         problems.append(UsageError("--image is not for Ray.", hint=hint))
@@ -188,14 +201,15 @@ def _option_problems(options: SubmitOptions) -> list[PacelineError]:
 
 def _nodes_problem(options: SubmitOptions) -> UsageError:
     """Return the error for a number of machines that can't be read."""
-    match = _NODES.fullmatch(count_part(options.nodes))
+    text = options.nodes_text
+    match = _NODES.fullmatch(count_part(text))
     numbers = sorted(max(1, int(count)) for count in match.groups() if count) if match else [2]
     hint = f"--nodes {':'.join(map(str, numbers)) if options.to == 'ray' else numbers[-1]}"
-    what, cause = f"--nodes {options.nodes} must be a number of machines, 1 or more.", ""
-    if _NODES.fullmatch(options.nodes) is None:
+    what, cause = f"--nodes {text} must be a number of machines, 1 or more.", ""
+    if _NODES.fullmatch(text) is None:
         cause = "the scheduler chooses the machines, so submit takes no host"
     elif len(numbers) > 1:
-        what = f"--nodes {options.nodes} must be two numbers, the smaller one first."
+        what = f"--nodes {text} must be two numbers, the smaller one first."
     return UsageError(what, cause=cause, hint=hint)
 
 
@@ -220,8 +234,8 @@ def _check_on_nodes(num_nodes: int, options: SubmitOptions, settings: list[str])
         config=options.config,
         run_dir=options.run_dir,
         place=None if is_alone else place,
-        ranks=options.ranks_per_node if is_alone else None,
-        ranks_per_node=options.ranks_per_node,
+        ranks=options.num_ranks if is_alone else None,
+        ranks_per_node=options.num_ranks,
     )
     make_task("train", options.job, common, _as_first_task(settings))
 
@@ -238,7 +252,7 @@ def _submission(options: SubmitOptions, settings: list[str]) -> Submission:
         run=f"{_POD_FOLDER}/{Path(own_run).name}" if options.to == "k8s" else own_run,
         folder=Path(own_run) / "submit",
         num_nodes=options.num_nodes,
-        ranks_per_node=options.ranks_per_node,
+        ranks_per_node=options.num_ranks,
         hours=options.hours,
         uses_gpus=options.device != "cpu",
         image=options.image,
@@ -315,6 +329,18 @@ def _cost_lines(options: SubmitOptions) -> list[str]:
     tasks = f"{num_tasks} times " if num_tasks > 1 else ""
     machines = plural(options.node_counts[-1], "machine")
     return [f"at most {cost:,.2f} for each start: {tasks}{machines} for {options.hours:g} h at {options.price:g} each"]
+
+
+def _size_lines(options: SubmitOptions) -> list[str]:
+    """Return a note about the sizes that were not typed, if they leave GPUs or machines unused."""
+    lacks_nodes = options.nodes is None
+    lacks_ranks = options.ranks_per_node is None and options.device != "cpu"
+    if lacks_nodes and lacks_ranks:
+        return ["note: one GPU of one node is used; --nodes 2 --ranks-per-node 8 for two nodes with eight each"]
+    if lacks_ranks:
+        whose = "each node" if options.node_counts[-1] > 1 else "the node"
+        return [f"note: one GPU of {whose} is used; --ranks-per-node 8 for eight"]
+    return ["note: 1 node; --nodes 2 for two"] if lacks_nodes else []
 
 
 def _report(line: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
 from paceline.checkpoint.files.remote_store import check_remote_url, is_remote_url
 from paceline.commands.command_table import TrainOptions, VerbOutput
-from paceline.commands.common.dry_run import check_start
+from paceline.commands.common.dry_run import check_start, start_lines
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
@@ -172,6 +172,8 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
         task, _ = _make_train_task(
             options.job, common, settings, resume=resume
         )  # refuses once, before a network is made
+        if options.dry_run:
+            return 0, task.as_json(), "\n".join([check_start(task, resume=resume), *start_lines(task)])
         line = build_resume_command(task)
         can_return = played.is_elastic or bool(merge_without_job(task.settings).nodes.restarts)
         code = run_local_nodes(played.num_nodes, options, settings, resume_command=line, can_return=can_return)
@@ -196,7 +198,8 @@ def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
         evaluate_first=options.evaluate_first,
     )
     if options.dry_run:
-        return 0, outcome.value, "\n".join([outcome.screen, *(f"{k}: {v}" for k, v in (outcome.value or {}).items())])
+        lines = start_lines(Task.from_json(outcome.value or {}))
+        return 0, outcome.value, "\n".join([outcome.screen, *lines])
     outcome = failure_result(outcome)
     if not outcome.prints_result:
         return outcome.exit_code, None, ""

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 _ALL_RANKS = "it counts the samples of one step over all ranks and microbatches"
 _ONE_RANK = "it counts the samples of one rank in one forward"
+_PRECISION = "the precision is fp32, bf16 or fp16"
+_STEPS = "it is a number of steps"
+_SINKS = "the sinks are console, jsonl, tensorboard and wandb"
+_RESTARTS = "Paceline counts the restarts in a row, without a new checkpoint in between"
 _OPTIMIZER = "the job builds the optimizer: make its values parameters of make_job"
 
 
@@ -35,7 +39,7 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
         "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "accumulation_steps", "accum_steps",
     ),
     **_row("--train.max_grad_norm {}", "max_grad_norm", "gradient_clip_val", "clip_grad", "grad_clip", "max_norm"),
-    **_row("--train.precision {}", "precision", "mixed_precision", "dtype", reason="fp32, bf16 or fp16"),
+    **_row("--train.precision {}", "precision", "mixed_precision", "dtype", reason=_PRECISION),
     **_row("--train.precision bf16", "bf16", "amp"),
     **_row("--train.precision fp16", "fp16", "half"),
     **_row("--train.compile", "compile", "torch_compile"),
@@ -44,19 +48,19 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--job.weight_decay {}", "weight_decay", "wd", reason=_OPTIMIZER),
     **_row("--job.warmup {}", "warmup", "warmup_steps", "num_warmup_steps", "warmup_ratio", reason=_OPTIMIZER),
     **_row("--data.workers {}", "num_workers", "workers", "dataloader_num_workers"),
-    **_row("--eval.every {}", "eval_every", "eval_steps", "val_check_interval", "eval_interval", reason="in steps"),
-    **_row("--log.every {}", "log_every", "logging_steps", "log_every_n_steps", "log_interval", reason="in steps"),
-    **_row("--checkpoint.every {}", "save_every", "save_steps", "checkpoint_every", "save_interval", reason="in steps"),
+    **_row("--eval.every {}", "eval_every", "eval_steps", "val_check_interval", "eval_interval", reason=_STEPS),
+    **_row("--log.every {}", "log_every", "logging_steps", "log_every_n_steps", "log_interval", reason=_STEPS),
+    **_row("--checkpoint.every {}", "save_every", "save_steps", "checkpoint_every", "save_interval", reason=_STEPS),
     **_row("--checkpoint.background", "async_save", "async_mode", "async_checkpointing"),
     **_row("--checkpoint.keep {}", "save_total_limit", "save_top_k"),
-    **_row("--watch.to {}", "report_to", "log_with", "logger", reason="console, jsonl, tensorboard, wandb"),
+    **_row("--watch.to {}", "report_to", "log_with", "logger", reason=_SINKS),
     **_row("--watch.to console,jsonl,wandb", "wandb", "use_wandb"),
     **_row(
         "--run-dir {}", "output_dir", "out_dir", "save_dir", "log_dir", "logdir", "checkpoint_dir", "default_root_dir"
     ),
     **_row("--resume {}", "resume_from_checkpoint", "resume_from", "ckpt_path", "checkpoint_path", "load"),
     **_row("--config {}", "config_file", "cfg"),
-    **_row("--device {}", "accelerator", reason="auto, cpu or cuda"),
+    **_row("--device {}", "accelerator", reason="the device is auto, cpu or cuda"),
     **_row("--device cpu", "cpu", "no_cuda", "use_cpu"),
     **_row("leave --local-rank out", "local_rank", reason="torchrun sets it in the environment"),
     **_row("--layout fsdp", "fsdp", "use_fsdp", "zero_stage"),
@@ -70,7 +74,7 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
     **_row("--layout fsdp,offload=optimizer", "cpu_offload", "offload"),
     **_row("--train.exact", "exact", "deterministic"),
     **_row("--train.timeout_seconds {}", "timeout", "ddp_timeout"),
-    **_row("--survive.restarts {}", "max_restarts", "restarts", "max_failures", reason="in a row without a new save"),
+    **_row("--survive.restarts {}", "max_restarts", "restarts", "max_failures", reason=_RESTARTS),
 }  # fmt: skip
 
 

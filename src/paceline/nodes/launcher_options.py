@@ -27,6 +27,8 @@ class LauncherWord(Enum):
     NEEDLESS = "nothing that Paceline needs"
 
 
+PLACE_WORDS = (LauncherWord.HOST, LauncherWord.PORT, LauncherWord.ENDPOINT)
+"""The words that say where the nodes meet."""
 LAUNCHER_OPTIONS: dict[str, LauncherWord] = {
     **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), LauncherWord.NODES),
     **dict.fromkeys(
@@ -45,12 +47,26 @@ LAUNCHER_OPTIONS: dict[str, LauncherWord] = {
 }  # fmt: skip
 SLURM_OPTIONS = (
     "exclude", "nodelist", "partition", "account", "qos", "constraint", "reservation", "mail_user", "mail_type",
+    "cpus_per_task", "cpus_per_gpu", "mem", "mem_per_cpu", "mem_per_gpu", "gres", "licenses", "begin", "dependency",
 )  # fmt: skip
-"""Options of srun and sbatch that choose the machines, or who pays and hears of them."""
+"""Options of srun and sbatch that choose the machines and their parts, or who pays and hears of them."""
+SBATCH_OPTIONS = (
+    "output", "error", "job_name", "exclusive", "signal", "requeue", "open_mode", "chdir", "comment", "nice", "export",
+)  # fmt: skip
+"""Further options of sbatch, whose names mean something else to other tools."""
+_SHORT_OPTIONS = {
+    "N": "nnodes", "n": "ntasks", "p": "partition", "A": "account", "q": "qos", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+_SHORT_SBATCH_OPTIONS = _SHORT_OPTIONS | {
+    "t": "time", "c": "cpus_per_task", "G": "gpus", "J": "job_name", "o": "output", "e": "error", "a": "array",
+    "d": "dependency", "C": "constraint", "D": "chdir", "L": "licenses", "b": "begin",
+}  # fmt: skip
 TIME_LIMITS = ("time", "time_limit", "walltime")
 _COUNT_PART = re.compile(r"(\d+)(?::(\d+)(?![\w.-]))?")
 _SLURM_TIME = re.compile(r"((?P<days>\d+)-)?(?P<first>\d+)(:(?P<second>\d+))?(:(?P<third>\d+))?")
 _PORT = re.compile(r"(.*?):(\d+)")
+_PLACE = re.compile(rf"(?P<counts>{COUNTS.pattern})(:(?P<host>[^:]+)(:(?P<port>\d+))?)?")
+_SHORT_OPTION = re.compile(r"-([A-Za-z])=?(.*)")
 
 
 def option_name(flag: str) -> str:
@@ -58,9 +74,27 @@ def option_name(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_").lower()
 
 
+def expand_short_options(arguments: Sequence[str], *, is_sbatch: bool) -> list[str]:
+    """Return the words with the long names of Slurm's short options: `--ntasks` for `-n`, and `--ntasks=2` for `-n2`.
+
+    With `is_sbatch`, they are all that sbatch has; otherwise those that hardly mean anything else.
+    """
+    letters = _SHORT_SBATCH_OPTIONS if is_sbatch else _SHORT_OPTIONS
+    expanded: list[str] = []
+    for word in arguments:
+        match = _SHORT_OPTION.fullmatch(word)
+        name = None if match is None else "np" if word == "-np" else letters.get(match[1])
+        if match is None or name is None or (match[2] and word != "-np" and not (is_sbatch or match[2].isdecimal())):
+            expanded.append(word)
+            continue
+        value = "" if word == "-np" else match[2]
+        expanded.append(f"--{name.replace('_', '-')}" + (f"={value}" if value else ""))
+    return expanded
+
+
 def names_nodes(arguments: Sequence[str]) -> bool:
     """Return whether the options are those of a run on several nodes, in Paceline's words or in another launcher's."""
-    values = dict(_options(arguments))
+    values = dict(option_values(arguments))
     if "nodes" in values:
         return True
     counts = [value for name, value in values.items() if LAUNCHER_OPTIONS.get(name) is LauncherWord.NODES]
@@ -73,16 +107,18 @@ def translate_launcher_options(arguments: Sequence[str], options: Collection[str
     `options` has the names of the verb's options. With `takes_host`, its `--nodes` names a host, too.
     """
     typed: dict[LauncherWord, str] = {}
-    for name, value in _options(arguments):
+    for name, value in option_values(arguments):
         if name in LAUNCHER_OPTIONS and name not in options:
             typed[LAUNCHER_OPTIONS[name]] = value
-    own = dict(_options(arguments))
+    own = dict(option_values(arguments))
     words: list[str] = []
     nodes = typed.get(LauncherWord.NODES, "")
     is_alone = nodes == "1" and "nodes" not in own
     place_words = set(typed) - {LauncherWord.RANKS_PER_NODE, LauncherWord.RANKS, LauncherWord.NEEDLESS}
     has_place = "nodes" in own
-    if place_words and not is_alone and not has_place and "nodes" in options:
+    if takes_host and has_place and place_words:
+        words += _completed_place(own["nodes"], typed)
+    elif place_words and not is_alone and not has_place and "nodes" in options:
         count = nodes if COUNTS.fullmatch(nodes) else "2"
         words += ["--nodes", f"{count}:{_head(typed)}" if takes_host else largest_count(count)]
         has_place = True
@@ -126,7 +162,7 @@ def slurm_hours(text: str) -> float | None:
     return math.ceil(seconds / 36) / 100
 
 
-def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+def option_values(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the options with their values, by their names as in the tables; empty for an option without a value."""
     found: list[tuple[str, str]] = []
     for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -143,6 +179,20 @@ def _head(typed: dict[LauncherWord, str]) -> str:
     host, port = (match[1], match[2]) if match else (endpoint, "")
     host, port = typed.get(LauncherWord.HOST) or host or EXAMPLE_HOST, typed.get(LauncherWord.PORT) or port
     return f"{host}:{port}" if port.isdecimal() and port != str(DEFAULT_PORT) else host
+
+
+def _completed_place(nodes: str, typed: dict[LauncherWord, str]) -> list[str]:
+    """Return `--nodes` with the host and the port that are typed in another launcher's words, if it lacks them."""
+    match = _PLACE.fullmatch(nodes)
+    if match is None:
+        return []
+    if not match["host"]:
+        return ["--nodes", f"{nodes}:{_head(typed)}"]
+    endpoint = _PORT.fullmatch(typed.get(LauncherWord.ENDPOINT, ""))
+    port = typed.get(LauncherWord.PORT) or (endpoint[2] if endpoint else "")
+    if not port.isdecimal() or port == match["port"]:
+        return []
+    return ["--nodes", f"{match['counts']}:{match['host']}:{port}"]
 
 
 def _ranks(

@@ -24,6 +24,8 @@ _FORMS = (
 )
 _FIRST_COUNT = re.compile(r"\d+:")
 _BRACKETS = re.compile(r"\[(.*)\](:\d+)?")
+_NO_HOST = re.compile(r"[^\w.%-]")
+_HOST_RANGE = re.compile(r"\[(\d+)[^\]]*\]?")
 _NUMBER_VARIABLES = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # of Kubeflow, and of an indexed Kubernetes Job
 _MAX_PORT = 65535
 _SAGEMAKER_FILE = Path("/opt/ml/input/config/resourceconfig.json")
@@ -95,6 +97,7 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
     match = _NODES.fullmatch(nodes)
     if match is None:
         raise _unreadable(nodes)
+    _check_host(nodes, match)
     num_nodes, port = int(match["count"]), int(match["port"] or DEFAULT_PORT)
     least_nodes = int(match["least"] or num_nodes)
     if not 1 <= least_nodes <= num_nodes:
@@ -115,6 +118,25 @@ def node_place(nodes: str | None, node: int | None, environ: Mapping[str, str]) 
         is_played=PLAYED_NODES in environ,
         is_extra_task=is_extra_task,
     )
+
+
+def _check_host(nodes: str, match: re.Match[str]) -> None:
+    """Check that the host in a value of `--nodes` can be the name or the address of one machine.
+
+    Raises:
+        UsageError: it is a list, a range or a user's name at a host.
+    """
+    host = match["host"]
+    if not (found := _NO_HOST.search(host)):
+        return
+    first = _HOST_RANGE.sub(r"\1", re.split(r"[,;\s]", host.strip())[0].rpartition("@")[2])
+    first = _NO_HOST.sub("", first).strip() or "host1"
+    cause = "HOST is the first machine alone; the same line is typed on every machine"
+    if found[0] == "@":
+        cause = "HOST is a name or an address; Paceline does not log in to it"
+    port = f":{match['port']}" if match["port"] else ""
+    hint = f"--nodes {nodes[: match.end('count')]}:{first}{port}"
+    raise UsageError(f"--nodes {nodes}: {host!r} is not the name of one machine.", cause=cause, hint=hint)
 
 
 def possible_counts(nodes: str) -> str:

@@ -19,7 +19,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
 )
 from paceline.checkpoint.files.manifest import MANIFEST
 from paceline.config.task import Task
-from paceline.console.formatting import closest_word
+from paceline.console.formatting import closest_word, first_names
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import read_json, read_regular
@@ -253,7 +253,7 @@ def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = F
         return newest, None
     path = Path(reference)
     if not reference.strip():
-        raise UsageError("the name of the run is empty: is a variable unset?", hint="ls runs/*/")
+        raise UsageError("the name of the run is empty: is a variable unset?", hint=_existing_runs_hint(root))
     if is_checkpoint(path):
         return run_of_checkpoint(path), path
     if not path.is_dir():
@@ -291,9 +291,17 @@ def _suggest_run(path: Path, root: Path) -> str:
 
 
 def _newest_hint(path: Path, root: Path) -> str:
-    """Return a hint: the newest run of the job that `path` names, or else a command that lists runs."""
+    """Return a hint: the newest run of the job that `path` names, or else the newest runs."""
     newest = newest_run(path.name, root=root) if path.name else None
-    return str(newest.path) if newest is not None else "ls -d runs/*/*/"
+    return str(newest.path) if newest is not None else _existing_runs_hint(root)
+
+
+def _existing_runs_hint(root: Path) -> str:
+    """Return a hint that names the newest runs, of any job."""
+    runs = sorted((run for run in _all_runs(root) if _is_run(run)), key=_sort_key, reverse=True)
+    if not runs:
+        return f"cd to the folder in which you train; there are no runs in {root.resolve()}"
+    return f"it is one of: {first_names([str(run) for run in runs])}"
 
 
 def _is_run(path: Path) -> bool:

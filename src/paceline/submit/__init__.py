@@ -16,6 +16,8 @@ Start with `submission.py`.
 - `ray_script.py`: The script for Ray: a driver that Ray starts in its cluster.
 - `sagemaker_request.py`: The request for a SageMaker training job, and what the service would refuse of it.
 - `scheduler_command.py`: A command of a scheduler, such as `sbatch` or `kubectl`, and what it prints.
+- `slurm_option_hints.py`: Answer an option of sbatch after `paceline submit`: another option, `--using`, or the reason
+  to leave it out.
 - `slurm_script.py`: The batch script for Slurm.
 - `submission.py`: A training to hand in to a scheduler, and the files that hand it in.
 - `target_options.py`: The options that only one scheduler has: `--using partition=gpu account=me`.

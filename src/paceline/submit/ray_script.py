@@ -24,6 +24,7 @@ def ray_script(submission: Submission, needs: RayOptions, *, max_nodes: int) -> 
         **submission.values(),
         "job": _in_docstring(submission.job),
         "name": repr(submission.name),
+        "processes_text": plural(ranks, "process") + (" each" if max_nodes > 1 else ""),
         "nodes_text": plural(num_nodes, "node") if num_nodes == max_nodes else f"{num_nodes} to {max_nodes} nodes",
         "hand_in": _in_docstring(command),
         "command": repr(shlex.join(submission.train_command())),

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from paceline.config.job_reference import short_name
+from paceline.console.formatting import plural
 from paceline.errors import UsageError
 
 MAX_RESTARTS = 50
@@ -52,9 +53,11 @@ class Submission:
 
     def values(self) -> dict[str, str]:
         """Return the values that all templates have in common."""
+        processes = plural(self.ranks_per_node, "process") + (" each" if self.num_nodes > 1 else "")
         return {
             "job": self.job,
             "name": self.name,
+            "size": f"{plural(self.num_nodes, 'node')} with {processes}",
             "num_nodes": str(self.num_nodes),
             "ranks_per_node": str(self.ranks_per_node),
         }

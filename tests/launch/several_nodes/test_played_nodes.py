@@ -71,7 +71,7 @@ def test_after_the_death_of_the_head_the_command_itself_says_the_line_to_resume(
         (("--layout", "tp=3"), "tp=3 needs 3 ranks", ""),
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes", ""),
         (("--allow", "colour"), "colour", ""),
-        (("--resume", "runs/nowhere"), "there is no run runs/nowhere", "ls -d runs/*/*/"),
+        (("--resume", "runs/nowhere"), "there is no run runs/nowhere", "cd to the folder in which you train"),
         (("--resume",), "there is no run of job to resume", "the same command without --resume"),
     ],
 )

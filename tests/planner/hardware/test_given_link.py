@@ -25,7 +25,23 @@ def write(folder: Path, *links: dict[str, object]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("text", "rate"), [("20Mbit/s", 2.5e6), (" 20 Mbit/s ", 2.5e6), ("1.5GB/s", 1.5e9)])
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("20Mbit/s", 2.5e6),
+        (" 20 Mbit/s ", 2.5e6),
+        ("1.5GB/s", 1.5e9),
+        ("20mbit", 2.5e6),
+        ("20 Mbit", 2.5e6),
+        ("20Mbits/s", 2.5e6),
+        ("20Mbps", 2.5e6),
+        ("20mbps", 2.5e6),
+        ("20Mb/s", 2.5e6),
+        ("1gbit", 1.25e8),
+        ("20MBps", 2e7),
+        ("20MiBps", 20 * 2**20),
+    ],
+)
 def test_a_rate_is_that_of_a_whole_machine(text: str, rate: float) -> None:
     link = read_given_link(text).link
     assert (link.bytes_per_second, link.is_shared, link.origin) == (rate, True, "given")
@@ -57,7 +73,10 @@ def test_a_file_whose_name_begins_with_a_digit(tmp_path: Path, monkeypatch: pyte
     ("text", "says"),
     [
         ("20", "has no unit"),
-        ("20 Mbit", "not a unit of bytes per second"),
+        ("20 parsec", "not a unit of bytes per second"),
+        ("20mb/s", "did you mean '20Mbit/s', or '20MB/s'?"),
+        ("20MBPS", "did you mean '20Mbit/s', or '20MB/s'?"),
+        ("20M", "did you mean '20Mbit/s', or '20MB/s'?"),
         ("eth-9g", "no rate with a unit, no file, and none of"),
         ("-1 Mbit/s", "not positive"),
     ],

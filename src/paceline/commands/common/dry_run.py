@@ -8,8 +8,9 @@ from paceline.commands.common.execution import collect_problems
 from paceline.commands.common.layout_problems import fewer_rank_counts
 from paceline.commands.common.start_folder import refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
-from paceline.config.merge_settings import merge_without_job
+from paceline.config.merge_settings import as_command_text, merge_without_job
 from paceline.config.parse_auto_layout import is_auto
+from paceline.config.secret_settings import mask_value
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.console.formatting import plural
@@ -47,6 +48,22 @@ def _check_run(task: Task, *, resume: str | None) -> str:
         return f", a new run folder in {ROOT / task.short_job}"
     resume_text = "" if start is None else f", resumed from {'its newest checkpoint' if start == 'newest' else start}"
     return f", run folder {run.path}{resume_text}"
+
+
+def start_lines(task: Task) -> list[str]:
+    """Return what a command asks for, in the words of its options, one line each; secrets are masked."""
+    values = {
+        "job": task.job,
+        "nodes": task.nodes,
+        "ranks": task.ranks,
+        "device": task.device,
+        "layout": task.layout,
+        "update": "" if task.update == "sync" else task.typed_update or task.update,
+        "compress": "" if task.compress == "none" else task.compress,
+        "faults": task.faults,
+        **{name: mask_value(name, as_command_text(value)) for name, value in task.settings.items()},
+    }
+    return [f"{name}: {value}" for name, value in values.items() if value != ""]
 
 
 def check_folder(path: Path) -> None:

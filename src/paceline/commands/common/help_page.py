@@ -125,6 +125,8 @@ def _placeholder(name: str, option_type: Any) -> str:
         Path: "FILE",
         str: "REFERENCE" if name == "against" else name.upper(),
     }
+    if name == "to" and option_type is str:
+        return "SCHEDULER"
     return _PLACEHOLDERS.get(name, by_type.get(inner_types[0] if inner_types else option_type, ""))
 
 

@@ -71,8 +71,6 @@ def run_local_nodes(
     to this process goes to all nodes. If the head is killed, it can't print `resume_command`, so this process does.
     With `can_return`, the others wait for a lost node, and the screen shows the line that starts it again.
     """
-    if options.dry_run:
-        return _run_on_networks(num_nodes, options, settings, networks=None, can_return=False)
     with open_node_networks(num_nodes) as networks:
         if isinstance(networks, NodeNetworks):
             lines = list(networks.usage_lines())

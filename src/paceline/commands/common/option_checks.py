@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,18 +21,24 @@ from paceline.job_parameters import check_against_source, missing_value_error
 from paceline.nodes.launcher_options import (
     EXAMPLE_HOST,
     LAUNCHER_OPTIONS,
+    PLACE_WORDS,
+    SBATCH_OPTIONS,
     SLURM_OPTIONS,
     TIME_LIMITS,
     count_part,
+    expand_short_options,
     largest_count,
     option_name,
+    option_values,
     slurm_hours,
     translate_launcher_options,
 )
 from paceline.nodes.node_place import NodePlace
 from paceline.nodes.rank_hints import hint_for_nodes
+from paceline.submit.slurm_option_hints import sbatch_option_hint
 
 _MIN_TYPO_LENGTH = 5  # a shorter name resembles too many options of other tools
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(?!\d|,)")
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 
@@ -130,6 +136,26 @@ class TypedOptions:
     option_types: Mapping[str, Any]
     takes_settings: bool
 
+    def problems(self) -> list[PacelineError]:
+        """Return errors for options that the verb does not have, and for values that are no numbers but must be."""
+        problems: list[PacelineError] = []
+        is_sbatch = self.verb == "submit"
+        words = expand_short_options(self.arguments, is_sbatch=is_sbatch)
+        meant = replace(self, arguments=words)
+        for typed, word, following in zip(self.arguments, words, [*words[1:], ""], strict=False):
+            long_flag, equals, value = word.partition("=")
+            flag = long_flag if typed == word else "-np" if typed == "-np" else typed[:2]
+            name = long_flag[2:].replace("-", "_")
+            value = value if equals else "" if following.startswith("--") else following
+            if not long_flag.startswith("--"):
+                continue
+            if typed != word or name not in {*self.option_types, "help"}:
+                cause, hint = unknown_option_hint(meant, long_flag, value, shown=flag)
+                problems.append(UsageError(f"{self.verb} has no option {flag}.", cause=cause, hint=hint))
+            else:
+                problems += number_problems(flag, value, self.option_types.get(name))
+        return problems
+
     def accepts(self, hint: str) -> bool:
         """Return whether all options and settings that a hint says are there to be typed after the verb."""
         if not hint.startswith("--"):  # words, or another command
@@ -151,32 +177,32 @@ def is_setting_name(name: str) -> bool:
     return name in known_settings() or name.startswith("job.")
 
 
-def unknown_option_hint(typed: TypedOptions, flag: str, value: str) -> tuple[str, str]:
+def unknown_option_hint(typed: TypedOptions, flag: str, value: str, *, shown: str) -> tuple[str, str]:
     """Return the likely cause and what to type in place of an option that the verb does not have.
 
-    The verb accepts what is to be typed.
+    The verb accepts what is to be typed. `shown` is the option as it was typed, `-n` for the flag `--ntasks`.
     """
     verb, name = typed.verb, option_name(flag)
     if verb == "compare" and name in ("update", "updates", "compress"):
         cause = "`compare --layouts` always trains with --update sync and --compress none"
         hint = "paceline train JOB once with each update rule or compression, then paceline compare RUN RUN"
         return cause, hint
-    own = f"{name}s" if f"{name}s" in typed.option_types else ""  # --rank means --ranks, not powersgd's option rank
-    meant = own or name
-    found = _own_option_hint(typed, own, value) if own else _other_option_hint(typed, name, value)
+    own = next((known for known in (name, f"{name}s") if known in typed.option_types), "")
+    meant = own or name  # --rank means --ranks, not powersgd's option rank
+    found = _own_option_hint(typed, own, value) if own else _other_option_hint(typed, name, value, shown=shown)
     if found is None:
-        foreign = (*OTHER_TOOL_OPTIONS, *LAUNCHER_OPTIONS) if len(name) > _MIN_TYPO_LENGTH else ()
+        foreign = (*OTHER_TOOL_OPTIONS, *LAUNCHER_OPTIONS, *SLURM_OPTIONS) if len(name) > _MIN_TYPO_LENGTH else ()
         meant = own or closest_word(name, (*typed.option_types, *foreign))
         if meant in typed.option_types:
             found = _own_option_hint(typed, meant, value)
         elif meant:
-            found = _other_option_hint(typed, meant, value)
+            found = _other_option_hint(typed, meant, value, shown=shown)
     if found is not None:
         return found
     if meant in typed.option_types:
         return f"did you mean {as_flag(meant)!r}?", f"paceline {verb} --help"
     if name in {field.name for field in fields(TrainOptions)}:
-        return f"it is an option of `paceline train`, and {verb} has none of that name", f"leave {flag} out"
+        return f"it is an option of `paceline train`, and {verb} has none of that name", f"leave {shown} out"
     return "", f"paceline {verb} --help"
 
 
@@ -197,9 +223,10 @@ def _own_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str, s
     return f"did you mean {flag!r}?", f"{flag} {shlex.quote(value)}"
 
 
-def _other_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str, str] | None:
+def _other_option_hint(typed: TypedOptions, name: str, value: str, *, shown: str) -> tuple[str, str] | None:
     """Return the hint for an option of another tool or of another option; None if there is none for this verb."""
     flag = as_flag(name)
+    left_out = shown if len(shown) <= len("-np") else flag
     if name in LAUNCHER_OPTIONS:
         words = typed.arguments
         if name not in {option_name(word.partition("=")[0]) for word in words}:  # a typing error of it
@@ -208,10 +235,15 @@ def _other_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str,
         if line:
             cause = f"; the same line on every machine, of which {EXAMPLE_HOST} is the first" * (EXAMPLE_HOST in line)
             return f"it is another launcher's word{cause}", line
-        return f"paceline {typed.verb} needs no such option", f"leave {flag} out"
+        own = dict(option_values(words)).get("nodes", "")
+        has_host = typed.takes_host and own != count_part(own) and LAUNCHER_OPTIONS[name] in PLACE_WORDS
+        cause = "--nodes says where the nodes meet" if has_host else f"paceline {typed.verb} needs no such option"
+        return cause, f"leave {left_out} out"
     if typed.verb == "submit" and name in TIME_LIMITS:
         hours = slurm_hours(value)
         return "the time limit is given in hours", f"--hours {24 if hours is None else hours:g}"
+    if typed.verb == "submit" and name in (*SLURM_OPTIONS, *SBATCH_OPTIONS):
+        return sbatch_option_hint(name, left_out, value, typed=dict(option_values(typed.arguments)))
     if name in SLURM_OPTIONS:
         return _slurm_option_hint(typed.verb, name, value)
     rule, method = find_rule(name), find_method(name)
@@ -229,8 +261,6 @@ def _other_option_hint(typed: TypedOptions, name: str, value: str) -> tuple[str,
 def _slurm_option_hint(verb: str, name: str, value: str) -> tuple[str, str] | None:
     """Return the hint for an option that Slurm itself takes; None for a verb that Slurm does not start."""
     value = value or "VALUE"
-    if verb == "submit":
-        return "Slurm's own options are given as --using", f"--using {name}={shlex.quote(value)}"
     if verb not in ("doctor", "train"):
         return None
     line = f"srun {as_flag(name)} {shlex.quote(value)} --ntasks-per-node 1 paceline {verb} ..."
@@ -259,5 +289,8 @@ def _number_hint(flag: str, value: str, number_type: type) -> str:
     hours = slurm_hours(value) if flag == "--hours" else None
     if hours is not None:
         return f"{flag} {hours:g}"
-    number = re.match(r"[1-9]\d*", value)
+    text = value.replace(",", "" if _THOUSANDS.match(value) else ".")
+    number = re.match(r"[1-9]\d*", text) if number_type is int else re.search(r"\d+(\.\d+)?", text)
+    if number is not None and not float(number[0]):
+        number = None
     return f"{flag} {number[0] if number else 2 if number_type is int else 0.5}"

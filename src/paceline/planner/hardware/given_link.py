@@ -18,6 +18,9 @@ EXAMPLE = (
     "`paceline doctor --nodes N:HOST --json > doctor.json` on node 0 (on the others the same line)"
 )
 _ASSUMED_LATENCY_SECONDS = 50e-6
+_OTHER_RATE = re.compile(
+    r"(?P<number>[+-]?[0-9][0-9_,.]*)\s*(?P<prefix>[kKmMgGtT]i?|)(?P<unit>(?i:bits?(/s|/sec|ps)?|bps|b/s|b|))"
+)
 _FILE_EXAMPLE = "on node 0: paceline doctor --nodes 2:HOST --json > links.json, and on the others the same line"
 
 
@@ -63,6 +66,7 @@ def read_given_link(text: str) -> GivenLink:
     if (known := LINKS.get(text.lower())) is not None:
         return GivenLink(link=replace(known, origin="given"))
     if re.match(r"[+-]?[0-9]", text) and not Path(text).is_file():
+        text = _with_usual_unit(text)
         try:
             rate = parse_quantity(text, kind=QuantityKind.BYTES_PER_SECOND, name="--link")
         except UsageError as error:
@@ -74,6 +78,29 @@ def read_given_link(text: str) -> GivenLink:
         )  # fmt: skip
         return GivenLink(link=link)
     return _read_doctor_file(Path(text))
+
+
+def _with_usual_unit(text: str) -> str:
+    """Return a rate with the unit as Paceline spells it: `20Mbit/s` for `20mbit` and `20Mbps`, `20MB/s` for `20MBps`.
+
+    Raises:
+        UsageError: the unit may mean bits or bytes.
+    """
+    match = _OTHER_RATE.fullmatch(text)
+    if match is None or not match["prefix"] + match["unit"]:
+        return text
+    number, prefix, unit = match["number"], match["prefix"], match["unit"]
+    prefix = "k" if prefix.lower() == "k" else prefix[:1].upper() + prefix[1:].lower()
+    is_bits = unit.lower().startswith("bit") or unit == "bps" or (unit in ("b/s", "b") and match["prefix"] in "kMGT")
+    if is_bits and len(prefix) < 2:
+        return f"{number}{prefix}bit/s"
+    if unit in ("Bps", "B/s"):
+        return f"{number}{prefix}B/s" if match["prefix"] != "m" else text
+    short = prefix[:1]
+    if unit == "B":
+        return text
+    meant = f"did you mean '{number}{short}bit/s', or '{number}{short}B/s'?"
+    raise UsageError(f"--link {text}: the unit may mean bits or bytes.", cause=meant, hint=EXAMPLE)
 
 
 def _read_doctor_file(path: Path) -> GivenLink:

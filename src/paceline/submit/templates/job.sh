@@ -1,7 +1,8 @@
 #!/bin/bash
-# Trains $job on $num_nodes nodes with $ranks_per_node processes each. Hand it in with: sbatch $path
+# Trains $job on $size. Hand it in with: sbatch $path
 #SBATCH --job-name=$name
 #SBATCH --nodes=$num_nodes --ntasks-per-node=1$gpu_option
+# The whole node, so that processes and memory limits of other jobs do not disturb the ranks. Delete this to share it:
 #SBATCH --exclusive --mem=0
 #SBATCH --chdir=$folder
 #SBATCH --time=$time_limit
