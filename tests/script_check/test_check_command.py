@@ -85,7 +85,7 @@ def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:
 )
 def test_a_command_without_a_step_can_not_be_judged(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "train.py").write_text(text)
-    done = check(tmp_path, "--wait", "5", "--", sys.executable, "train.py")
+    done = check(tmp_path, "--wait", "5" if "sleep" in text else "100", "--", sys.executable, "train.py")
     assert done.returncode == 5 and said in done.stdout, done
     assert ("ValueError: no data" in done.stdout) == ("no data" in text)
 
