@@ -14,6 +14,7 @@ from paceline.reporting.goodput_section import show_goodput
 from paceline.reporting.nodes_section import show_nodes
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
+from paceline.reporting.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 from paceline.reporting.staleness_section import show_staleness
 from paceline.reporting.svg.style import STYLE
 from paceline.reporting.verify_section import find_verdict, format_number, show_verdict
@@ -82,6 +83,8 @@ def run_status(history: History) -> str:
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
     if history.has_ended:
         return str(history.last_event("RunEnded").get("status"))
+    if distant_host(history.run) and silent_seconds(history.run) > MAX_SILENT_SECONDS:
+        return f"no sign of life for {silent_seconds(history.run):.0f} s"
     if is_run_folder_locked(history.run.path):
         return "running"
     return "failed" if history.starts or history.steps else "not started"
