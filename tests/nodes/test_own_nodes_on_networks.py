@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.commands.why import explain_run
+from paceline.reporting.run_report import run_page
+from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import SMALL_JOB
 from tests.launch.several_nodes.own_nodes import NodeEnd, wait_for_step
 from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_nodes

@@ -34,9 +34,8 @@ from paceline.launch.run_outcome import (
     failure_as_json,
     failure_screen,
 )
-from paceline.launch.several_nodes.node_history import describe_attempt_ends
 from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
-from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
+from paceline.reporting.failures import attempt_lines, newest_failure, newest_training_attempt, read_failures
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
@@ -190,7 +189,7 @@ def explain_run(run: str | None = None) -> Explanation:
         run=folder.path,
         state="not started",
         step=history.last_step(),
-        restarts=_attempt_lines(folder, history),
+        restarts=tuple(attempt_lines(history)),
         resume_point=_resume_point(folder),
     )
     if attempt is None:
@@ -228,12 +227,6 @@ def explain_run(run: str | None = None) -> Explanation:
         notes=_notes_on_sudden_end(folder, attempt),
         resume_command=_resume_command(folder),
     )
-
-
-def _attempt_lines(folder: RunFolder, history: History) -> tuple[str, ...]:
-    """Return a line about the end of each attempt that another one followed."""
-    restarts = {r.attempt - 1: f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)}
-    return tuple(describe_attempt_ends(folder, history.events, restarts=restarts))
 
 
 def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def run_page(run: RunFolder) -> str:
         show_time(history),
         show_forecast(history),
         show_staleness(history),
-        show_nodes(run),
+        show_nodes(history),
         show_verdict(answer, reason),
         show_checkpoints(run),
         _show_evaluation_texts(history),
