@@ -13,9 +13,10 @@ from paceline.config.settings import Nodes
 from paceline.errors import MachineError
 from paceline.nodes.examination import RUN, Examination, answer_head
 from paceline.nodes.fact_findings import judge_facts
+from paceline.nodes.head_connection import RunOverError, join_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts
-from paceline.nodes.node_meeting import Reception, join_head, listen_as_head
+from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.nodes.test_examination import free_port
 from tests.nodes.test_fact_findings import machine
@@ -208,6 +209,34 @@ def test_a_spare_node_waits_for_a_head_that_is_killed_while_it_answers(has_met: 
         thread.join()
     assert len([line for line in lines if "is gone" in line]) == 1, lines
     assert len([line for line in lines if "all nodes are here already" in line]) == (not has_met), lines
+
+
+def test_a_node_that_waits_for_a_place_learns_that_the_run_has_ended(door: Door, tmp_path: Path) -> None:
+    """And one that comes while the head says so, too; nobody else keeps the head from ending."""
+    admission = NodeAdmission(door.listener, door.place, machine(0), run_folder=tmp_path, settings=Nodes())
+    for node in (1, 2, 3):
+        door.come(node)
+    over: list[RunOverError] = []
+
+    def wait_for_a_place() -> None:
+        try:
+            join_head(door.place, wait_seconds=60, waits_for_place=True, report=door.lines.append)
+        except RunOverError as error:
+            over.append(error)
+
+    threads = [Thread(target=wait_for_a_place, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(door.lines) == 2)
+    admission.close(0, "done")
+    for thread in threads:
+        thread.join(10)
+    assert [(error.exit_code, str(error)) for error in over] == [(0, "done")] * 2
+    start_time = time.monotonic()
+    admission.close(1, "node 0 has ended")
+    assert time.monotonic() - start_time < 0.5
+    for arrival in list(admission._reception._arrivals):
+        admission.vacate(arrival.channel)
 
 
 def test_a_stranger_at_the_heads_port_is_not_waited_for() -> None:

@@ -11,8 +11,8 @@ from paceline.cli import main
 from paceline.commands.common import node_start
 from paceline.config.task import Task
 from paceline.errors import MachineError
-from paceline.nodes import node_meeting
-from paceline.nodes.node_meeting import join_head
+from paceline.nodes import head_connection
+from paceline.nodes.head_connection import join_head
 from paceline.nodes.node_place import NodePlace
 from tests.waiting import wait_until
 
@@ -45,8 +45,8 @@ def no_name() -> OSError:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(node_meeting, "time", made)
-    monkeypatch.setattr(node_meeting, "resolve_host", lambda _: "")
+    monkeypatch.setattr(head_connection, "time", made)
+    monkeypatch.setattr(head_connection, "resolve_host", lambda _: "")
     monkeypatch.setattr(socket, "create_connection", connect_with(no_name))
     return made
 
@@ -81,7 +81,7 @@ def test_a_host_that_gets_its_address_late_has_the_whole_wait(clock: Clock, monk
     assert len(lines) == 2 and "has no address" in lines[0] and "can't be reached" in lines[1]
 
 
-@pytest.mark.parametrize(("environ", "seconds"), [({}, node_meeting.UNKNOWN_HOST_SECONDS), (POD, math.inf)])
+@pytest.mark.parametrize(("environ", "seconds"), [({}, head_connection.UNKNOWN_HOST_SECONDS), (POD, math.inf)])
 def test_the_command_gives_an_unknown_host_up_early_only_without_a_scheduler(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], seconds: float
 ) -> None:
@@ -127,9 +127,9 @@ def test_a_lookup_that_takes_long_is_said_while_it_lasts(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def look_up(_: str) -> str:
-        monkeypatch.setattr(node_meeting, "resolve_host", lambda _: "")
+        monkeypatch.setattr(head_connection, "resolve_host", lambda _: "")
         wait_until(lambda: "looking up the address of nohost" in capsys.readouterr().err, seconds=10)
         return ""
 
-    monkeypatch.setattr(node_meeting, "resolve_host", look_up)
+    monkeypatch.setattr(head_connection, "resolve_host", look_up)
     assert main(["doctor", "--nodes", "3:nohost", "--wait", "0.5"]) == 3

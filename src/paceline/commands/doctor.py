@@ -17,8 +17,9 @@ from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
+from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
-from paceline.nodes.node_meeting import UNKNOWN_HOST_SECONDS, Reception, listen_as_head
+from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace, has_late_names, node_place
 
 _LOOPBACK = "127.0.0.1"

@@ -5,6 +5,7 @@ Start with `examination.py`.
 - `examination.py`: The examination of machines before a training: all nodes meet, and node 0 says what is wrong.
 - `fact_findings.py`: Judgement of the facts of machines: what each one lacks, and what differs between them.
 - `finding.py`: Findings: what is wrong with a machine or a link, and what to do.
+- `head_connection.py`: The way of a node to the head of a run: it connects, introduces itself, and waits for a place.
 - `launcher_options.py`: Map the options of other launchers and of Slurm to one line of Paceline's: how many nodes there
   are, and where.
 - `line_channel.py`: A connection between two nodes that carries JSON values, one in each line.

@@ -18,11 +18,12 @@ import msgspec
 from paceline.errors import ExitCode, MachineError
 from paceline.nodes.fact_findings import judge_facts
 from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
+from paceline.nodes.head_connection import join_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
 from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
 from paceline.nodes.machine_facts import MachineFacts
-from paceline.nodes.node_meeting import Arrival, Reception, end_member, join_head
+from paceline.nodes.node_meeting import Arrival, Reception, end_member
 from paceline.nodes.node_place import NodePlace
 from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
 

@@ -18,17 +18,17 @@ from typing import Any
 import msgspec
 
 from paceline.console.formatting import plural
-from paceline.errors import MachineError, PacelineError, UsageError
+from paceline.errors import MachineError, UsageError
 from paceline.nodes.finding import Finding, format_nodes
 from paceline.nodes.line_channel import LineChannel, accept_connection, close_listener
 from paceline.nodes.network_interfaces import ipv6_address, is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
 PROTOCOL = "paceline-nodes-1"
-_HELLO_SECONDS, _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 3.0, 0.1
-_REPORT_SECONDS, _FULL_RETRY_SECONDS = 5.0, 1.0
-_POLL_SECONDS, _MAX_REPORT_SECONDS = 0.2, 60.0
-UNKNOWN_HOST_SECONDS = 20.0  # for a name that no scheduler makes known later
+HELLO_SECONDS = 5.0  # for the first message
+SPARE_RETRY_SECONDS = 1.0  # between the requests of a node for which there is no place
+FIRST_REPORT_SECONDS, MAX_REPORT_SECONDS = 5.0, 60.0
+_POLL_SECONDS = 0.2
 _REFUSED, _NO_MEETING = int(UsageError.exit_code), int(MachineError.exit_code)
 _MAX_STRANGERS = 64
 _HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
@@ -110,9 +110,10 @@ class Reception:
         self._arrivals: list[Arrival] = []
         self._refusals: dict[str, Finding] = {}  # of nodes that were sent away, by their host
         self._problems: list[Finding] = []  # of nodes that can't take part
-        self._is_complete, self._is_open_again = False, False
+        self._is_complete, self._is_open_again, self._is_over = False, False, False
         self._returned: set[LineChannel] = set()  # of the arrivals that `wait` or `next_arrivals` has returned
         self._ending: tuple[str, int] | None = None
+        self._last_spare_time = -math.inf  # when a node has asked for which there is no place
         self._changed = threading.Condition()
         self._free_threads = threading.Semaphore(_MAX_STRANGERS + place.num_nodes)
         threading.Thread(target=self._accept, name="paceline-reception", daemon=True).start()
@@ -123,7 +124,7 @@ class Reception:
         wait_seconds: float,
         report: Callable[[str], None],
         last_call_seconds: float = 0.0,
-        report_seconds: float = _REPORT_SECONDS,
+        report_seconds: float = FIRST_REPORT_SECONDS,
     ) -> tuple[dict[int, Arrival], list[Finding]]:
         """Wait until all nodes have come, or `wait_seconds` are over.
 
@@ -144,7 +145,7 @@ class Reception:
                 if seconds > wait_seconds or now - enough_time > last_call_seconds:
                     break
                 if seconds > next_report_seconds:
-                    next_report_seconds += min(next_report_seconds, _MAX_REPORT_SECONDS)
+                    next_report_seconds += min(next_report_seconds, MAX_REPORT_SECONDS)
                     left = wait_seconds - seconds if not has_enough else last_call_seconds - (now - enough_time)
                     report(f"{self._describe_arrivals()}; waiting for {left:.0f} s more")
                 for host in [host for host in self._refusals if host not in reported]:
@@ -227,6 +228,14 @@ class Reception:
                 end_member(arrival.channel, node=arrival.hello.node, exit_code=exit_code, text=text)
         time.sleep(seconds)
 
+    def dismiss_spares(self, text: str, *, exit_code: int) -> None:
+        """End the nodes that wait for a place, each when it asks the next time, because the run has ended."""
+        with self._changed:
+            self._is_over, self._ending = True, (text, exit_code)
+            is_waited_for = time.monotonic() - self._last_spare_time < 3 * SPARE_RETRY_SECONDS
+        if is_waited_for:
+            time.sleep(2 * SPARE_RETRY_SECONDS)
+
     def close(self) -> None:
         """End the reception. The channels of the nodes that have come stay open."""
         close_listener(self._listener)
@@ -242,7 +251,7 @@ class Reception:
         """Seat a node; whatever else has connected is dropped."""
         channel = LineChannel(connection)
         try:
-            message = channel.receive(timeout_seconds=_HELLO_SECONDS)
+            message = channel.receive(timeout_seconds=HELLO_SECONDS)
             with self._changed:
                 self._seat(message, channel)
                 self._changed.notify()
@@ -271,8 +280,10 @@ class Reception:
         hosts = {0: "the head", **{arrival.hello.node: arrival.hello.host for arrival in self._arrivals}}
         last = self.place.num_nodes - 1
         if self._ending is not None:
-            end_member(channel, node=None, exit_code=self._ending[1], text=self._ending[0])
+            marks = {"is_over": True} if self._is_over else {}
+            end_member(channel, node=None, exit_code=self._ending[1], text=self._ending[0], **marks)
         elif self._is_complete or len(self._arrivals) == last:
+            self._last_spare_time = time.monotonic()
             text = "all nodes are here already"
             end_member(channel, node=None, exit_code=_NO_MEETING, text=text, is_full=True)
         elif hello.num_nodes != last + 1:
@@ -319,132 +330,11 @@ def _node_number(arrival: Arrival) -> int:
     return arrival.hello.node or 0
 
 
-def join_head(
-    place: NodePlace,
-    *,
-    wait_seconds: float,
-    host_seconds: float = math.inf,
-    problem: str = "",
-    waits_for_place: bool = False,
-    has_met: bool = False,
-    report_seconds: float = _REPORT_SECONDS,
-    report: Callable[[str], None] = lambda _: None,
-) -> LineChannel:
-    """Connect to the head, and introduce this node, or say why it can't take part.
-
-    A host name without an address is tried again for `host_seconds`. With `waits_for_place`, a head whose nodes are all
-    there is asked again until `wait_seconds` are over. So is one that breaks the connection, if this node `has_met` it
-    before. `report` gets a line if the head can't be reached for `report_seconds`, has no place, or is gone.
-
-    Raises:
-        MachineError: the head can't be reached within `wait_seconds`, it refuses this node, or another program answers.
-        UsageError: the head has refused the command.
-    """
-    deadline, reported = time.monotonic() + wait_seconds, ""
-    while True:
-        channel = _connect(
-            place, deadline=deadline, host_seconds=host_seconds, report_seconds=report_seconds, report=report
-        )
-        answer = _introduce(channel, place, problem=problem, seconds=wait_seconds + _HELLO_SECONDS)
-        if isinstance(answer, dict) and answer.get("do") == "welcome":
-            return channel
-        channel.close()
-        is_full = isinstance(answer, dict) and answer.get("is_full") is True
-        is_gone = has_met and isinstance(answer, str)
-        if not (waits_for_place and (is_full or is_gone)) or time.monotonic() > deadline:
-            raise _refused_error(place, answer)
-        text = "all nodes are here already; waiting in case one of them is lost"
-        if is_gone:
-            text = f"the head {_address(place)} is gone ({answer}); waiting for it"
-        if text != reported:
-            report(text)
-        has_met, reported = True, text
-        time.sleep(_FULL_RETRY_SECONDS)
-
-
-def _connect(
-    place: NodePlace, *, deadline: float, host_seconds: float, report_seconds: float, report: Callable[[str], None]
-) -> LineChannel:
-    """Return the connection to the head.
-
-    Raises:
-        MachineError: it can't be reached until `deadline`, or its name has no address for `host_seconds`.
-    """
-    report_time = time.monotonic() + report_seconds
-    unknown_since: float | None = None
-    while True:
-        try:
-            connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
-            return LineChannel(connection)
-        except (OSError, UnicodeError) as error:
-            now, is_unknown = time.monotonic(), isinstance(error, socket.gaierror | UnicodeError)
-            if is_unknown and unknown_since is None:
-                unknown_since, report_time = now, now  # is said at once
-            elif not is_unknown and unknown_since is not None:
-                unknown_since, report_time = None, now + report_seconds
-            end_time = deadline if unknown_since is None else min(deadline, unknown_since + host_seconds)
-            problem = _unknown_host(place) if is_unknown else _unreachable_head(place, error)
-            if now > end_time:
-                raise problem from None
-            if now >= report_time:
-                report_time = now + _MAX_REPORT_SECONDS if is_unknown else deadline
-                report(f"{problem.what} Trying again for {end_time - now:.0f} s")
-            time.sleep(_RETRY_SECONDS)
-
-
-def _introduce(channel: LineChannel, place: NodePlace, *, problem: str, seconds: float) -> Any:
-    """Return the head's answer to the first message of this node, or the text of an error."""
-    hello = Hello(
-        protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, host=socket.gethostname(), problem=problem
-    )
-    try:
-        return channel.ask(msgspec.to_builtins(hello), timeout_seconds=seconds)
-    except OSError as error:
-        return getattr(error, "strerror", None) or str(error)
-
-
-def _refused_error(place: NodePlace, answer: Any) -> PacelineError:
-    """Return the error for an answer to the first message that is no welcome."""
-    if isinstance(answer, dict) and answer.get("do") == "end":
-        kind = UsageError if answer.get("exit_code") == _REFUSED else MachineError
-        text = str(answer.get("text")).rstrip(".")
-        return kind(f"the head sends this node away: {text}.", where=_address(place))
-    problem = f" ({answer})" if isinstance(answer, str) else ""
-    return MachineError(
-        f"another program than paceline answers at {_address(place)}{problem}.",
-        hint=f"on {place.head_host}: ss -ltnp sport = :{place.port}; or another port: --nodes N:HOST:PORT",
-    )
-
-
-def _address(place: NodePlace) -> str:
-    return f"{place.head_host}:{place.port}"
-
-
-def _unknown_host(place: NodePlace) -> MachineError:
-    return MachineError(
-        f"the host {place.head_host} has no address.",
-        cause="the name is wrong, or this machine does not know it",
-        hint=f"getent hosts {place.head_host}; or its IP address in its place: --nodes {place.counts}:IP",
-    )
-
-
-def _unreachable_head(place: NodePlace, error: Exception) -> MachineError:
-    address = resolve_host(place.head_host)
-    known_as = f" ({address})" if address and address != place.head_host else ""
-    return MachineError(
-        f"the head {place.head_host}{known_as}, port {place.port}, can't be reached: "
-        f"{getattr(error, 'strerror', None) or error}.",
-        cause="the command is not running there, it has ended, or a firewall is in between",
-        hint=f"nc -vz {place.head_host} {place.port}",
-    )
-
-
-def end_member(channel: LineChannel, *, node: int | None, exit_code: int, text: str, is_full: bool = False) -> None:
+def end_member(channel: LineChannel, *, node: int | None, exit_code: int, text: str, **marks: bool) -> None:
     """Tell a node that it may end, with which exit code, and which number it had.
 
-    With `is_full`, there is only no place for the node at the moment.
+    With the mark `is_full`, there is only no place for the node at the moment; with `is_over`, the run has ended.
     """
     with suppress(OSError):
-        fullness = {"is_full": True} if is_full else {}
-        channel.send({"do": "end", "node": node, "exit_code": exit_code, "text": text, **fullness})
+        channel.send({"do": "end", "node": node, "exit_code": exit_code, "text": text, **marks})
     channel.close()

@@ -60,7 +60,7 @@ class Nodes3:
         settings = Nodes(patience=patience, wait=wait, last_call=last_call)
         self.group = NodeGroup(
             members, own_host="host0", interface_address="127.0.0.1", ranks_per_node=2, node_counts=counts,
-            settings=settings, max_restarts=restarts, admission=SimpleNamespace(take=self.take, vacate=self.vacate, close=lambda: None),
+            settings=settings, max_restarts=restarts, admission=SimpleNamespace(take=self.take, vacate=self.vacate, close=lambda code, text: None),
         )  # fmt: skip
 
     def member(self, node: int) -> Member:

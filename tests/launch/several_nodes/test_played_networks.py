@@ -125,8 +125,35 @@ def test_a_killed_node_starts_again_by_the_printed_line(shop: Shop, node: int) -
     again = shop.call(["sh", "-c", typed], environ={"PAUSE": "0.03"})
     assert again.code == 0, again.text
     out, err = process.communicate(timeout=60)
-    assert process.returncode == (128 + signal.SIGKILL if node == 0 else 0), out + err
+    assert process.returncode == 0 and "Resume: " not in err, "the run has ended well, whoever trained it: " + out + err
     assert written(shop.path / "many", "weights.json")["step"] == 60
+
+
+@needs_root
+def test_the_networks_stay_for_nodes_that_were_started_again(shop: Shop) -> None:
+    """Once both nodes have been killed, only commands that the user has typed train in the networks."""
+    words = (*WORDS, "--run-dir", "many", "--nodes.restarts", "2", "--checkpoint.every", "5", "--train.steps", "90")
+    process = shop.start(*words, environ={"PAUSE": "0.03"})
+    line = _printed_line(process, "start a killed node again: ").replace(
+        " paceline train ", f" {sys.executable} -m paceline train ", 1
+    )
+    typed = []
+    for node, attempt, step in ((1, 1, 8), (0, 2, 30)):
+        wait_for_step(shop.path / "many", step, attempt=attempt)
+        for pid in _pids(f"paceline-{process.pid}-node{node}"):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        own = line.replace("-node1 ", f"-node{node} ").replace("--node 1", f"--node {node}")
+        command = ["sh", "-c", own]
+        environ = {**os.environ, "PAUSE": "0.03"}
+        typed.append(subprocess.Popen(command, cwd=shop.path, env=environ, stderr=subprocess.PIPE, text=True))
+    ends = [again.communicate(timeout=120)[1] for again in typed]
+    out, err = process.communicate(timeout=60)
+    assert [again.returncode for again in typed] == [0, 0], [*ends, err]
+    assert process.returncode == 0, out + err
+    assert "still run here, started again by hand; their networks stay until they end" in err, err
+    assert written(shop.path / "many", "weights.json")["step"] == 90
+    assert namespaces(process.pid) == []
 
 
 def test_on_the_loopback_interface_the_line_has_the_port(shop: Shop) -> None:

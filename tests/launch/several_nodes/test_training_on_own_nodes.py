@@ -280,6 +280,7 @@ def test_a_node_that_waits_for_a_lost_head_in_vain_asks_to_be_started_again(shop
     os.kill(nodes.processes[0].pid, signal.SIGKILL)
     end = nodes.end(1)
     assert end.code == 75 and "is gone" in end.screen and "did not come back" in end.screen, end.screen
+    assert "Resume: on every node: paceline train job.py --run-dir many" in end.screen, end.screen
     nodes.end(0)
     why = shop.run("why", "many")
     assert "node 0 (" in why.out and "is gone: its agent has ended" in why.out, why.out

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -22,11 +23,15 @@ from paceline.errors import UsageError
 from paceline.launch.agent.forkserver_client import module_path_options
 from paceline.launch.agent.signals import STOP_SIGNALS, active_stop_signals, die_with_parent, is_main_thread
 from paceline.launch.run_outcome import describe_resume_point
+from paceline.nodes.finding import format_nodes
 from paceline.nodes.node_place import COUNTS, COUNTS_RULE, DEFAULT_PORT, PLAYED_NODES, NodePlace, possible_counts
+from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
 
 _LOOPBACK = "127.0.0.1"
 _MAX_NODES = 64
+_POLL_SECONDS = 0.5
+_END_SECONDS = 3.0  # for the ranks of a node whose command was killed
 _RELAY_SECONDS = 5.0  # for the last lines of a node whose command has ended
 
 
@@ -77,11 +82,32 @@ def run_local_nodes(
             print_line(line, sys.stderr)
         own_networks = networks if isinstance(networks, NodeNetworks) else None
         code = _run_on_networks(num_nodes, options, settings, networks=own_networks, can_return=can_return)
+        if own_networks is not None and can_return:
+            _wait_for_others(own_networks)
+    if code < 0 and options.run_dir is not None:
+        code = _recorded_exit_code(RunFolder(Path(options.run_dir)), otherwise=code)
     if -code in set(signal.Signals) - set(STOP_SIGNALS):
         print_line(f"node 0 was ended by {signal.Signals(-code).name}. Resume: {resume_command}", sys.stderr)
         if options.run_dir is not None:
             print_line(describe_resume_point(RunFolder(Path(options.run_dir))), sys.stderr)
     return code if code >= 0 else 128 - code  # as a shell says that a signal has ended it
+
+
+def _wait_for_others(networks: NodeNetworks) -> None:
+    """Wait as long as nodes train in these networks that a user has started again by hand."""
+    deadline, is_said = time.monotonic() + _END_SECONDS, False
+    while nodes := networks.nodes_in_use():
+        if time.monotonic() > deadline and not is_said:
+            is_said = True
+            text = f"{format_nodes(nodes)} still run here, started again by hand; their networks stay until they end"
+            print_line(f"{text} (Ctrl-C removes them)", sys.stderr)
+        time.sleep(_POLL_SECONDS)
+
+
+def _recorded_exit_code(run: RunFolder, *, otherwise: int) -> int:
+    """Return the exit code with which the newest attempt of a run has ended, although its first head was killed."""
+    history = read_history(run)
+    return int(history.last_event("RunEnded")["exit_code"]) if history.has_ended else otherwise
 
 
 def _run_on_networks(

@@ -80,8 +80,10 @@ class NodeAdmission:
         """Free the place of the node with this channel, which is lost."""
         self._reception.vacate(channel)
 
-    def close(self) -> None:
-        """Admit no more nodes; `take` still returns those that were admitted before."""
+    def close(self, exit_code: int = int(ExitCode.FAILED), text: str = "node 0 has ended") -> None:
+        """Admit no more nodes, and end those that wait for a place; `take` still returns those admitted before."""
+        if not self._closed.is_set():
+            self._reception.dismiss_spares(text, exit_code=exit_code)
         self._closed.set()
         self._reception.close()
         for channel in list(self._examined):

@@ -47,6 +47,10 @@ class NodeNetworks:
         known = [f"{_address(other)} node{other}" for other in range(self.num_nodes)]
         return [*enter, f"node{node}", "\n".join(["127.0.0.1 localhost", *known, ""]), *command]
 
+    def nodes_in_use(self) -> list[int]:
+        """Return the nodes in whose networks a process runs."""
+        return [node for node in range(self.num_nodes) if _processes_inside(_namespace(node))]
+
     def usage_lines(self) -> Iterator[str]:
         """Yield lines for the screen: how to disturb a node."""
         last = _namespace(self.num_nodes - 1)
@@ -130,6 +134,17 @@ def _run_ip(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return done.stderr.strip() or f"ip {' '.join(words)} failed" if done.returncode else ""
+
+
+def _processes_inside(namespace: str) -> str:
+    """Return the ids of the processes of a namespace, or nothing if they can't be listed."""
+    command = ["ip", "netns", "pids", namespace]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _remove(names: Sequence[str]) -> None:

@@ -31,11 +31,12 @@ from paceline.launch.several_nodes.node_group import NodeGroup
 from paceline.launch.several_nodes.node_stays import describe_ranks
 from paceline.launch.several_nodes.stopped_wait import StoppedWaitError, stop_ends_wait
 from paceline.nodes.examination import END, answer_head
+from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS, RunOverError, join_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
-from paceline.nodes.node_meeting import UNKNOWN_HOST_SECONDS, Reception, join_head, listen_as_head
+from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, has_late_names, node_place
 from paceline.nodes.rank_hints import hint_for_nodes
 from paceline.run_folder.run_folder import ROOT
@@ -81,16 +82,18 @@ def tell_head(place: NodePlace, error: PacelineError) -> None:
 class NodeStart:
     """The start on this node. `task` has the options and settings that all nodes should have in common.
 
-    `node_counts` has the numbers of nodes that fit the layout, the largest first.
+    `node_counts` has the numbers of nodes that fit the layout, the largest first. `resume_command` is for the screen of
+    a node whose head does not come back.
     """
 
-    def __init__(self, place: NodePlace, task: Task, *, node_counts: tuple[int, ...]) -> None:
+    def __init__(self, place: NodePlace, task: Task, *, node_counts: tuple[int, ...], resume_command: str = "") -> None:
         self._counts = place.counts  # as typed
         least = node_counts[-1] if place.is_elastic else place.least_nodes
         self._place = replace(place, least_nodes=least)
         self._task = task
         self.settings = merge_without_job(task.settings).nodes
         self._node_counts = node_counts
+        self._resume_command = resume_command
         self._ranks_per_node = task.ranks // place.num_nodes
         default_restarts = _ELASTIC_RESTARTS if place.is_elastic else 0
         self._max_restarts = default_restarts if self.settings.restarts is None else self.settings.restarts
@@ -129,6 +132,8 @@ class NodeStart:
         """
         try:
             return self._run_member()
+        except RunOverError as over:
+            return over.exit_code, f"the run has ended, and this node was not needed: {over}"
         except KeyboardInterrupt:  # before the agent handles the signals
             print_meeting_line(STOPPED_WAITING)
             raise
@@ -154,6 +159,8 @@ class NodeStart:
             channel = self._join(place, has_met=True)
         except MachineError as error:  # a lost head is a reason to start again, as for the head a lost node is
             text = f"{end.text}, and did not come back: {error.what}"
+            if self._resume_command:
+                text += f"\nResume: {self._resume_command}"
             return replace(end, exit_code=int(ExitCode.STOPPED), text=text, is_head_lost=False)
         return self._take_part(place, channel)
 

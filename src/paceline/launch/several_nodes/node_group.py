@@ -67,8 +67,8 @@ class Admission(Protocol):
     def vacate(self, channel: LineChannel) -> None:
         """Free the place of the node with this channel."""
 
-    def close(self) -> None:
-        """Admit no more nodes; those that were admitted before can still be taken."""
+    def close(self, exit_code: int, text: str) -> None:
+        """Admit no more nodes, and end those that wait; those that were admitted before can still be taken."""
 
 
 class NodeGroup:
@@ -275,7 +275,7 @@ class NodeGroup:
 
     def end(self, code: int, text: str) -> None:
         """End all members with the exit code of the run."""
-        self._admission.close()
+        self._admission.close(code, text)
         self._take_newcomers()
         for node, member in self._members.items():
             member.link.send(as_message(EndNode(node=node, exit_code=code, text=text)))
