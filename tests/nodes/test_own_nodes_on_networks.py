@@ -114,7 +114,7 @@ def test_a_broken_link_between_two_other_nodes_is_named_by_the_head(nodes: Netwo
     explanation = explain_run(str(run))
     assert re.search(rf"attempt 1: {says}", explanation.restarts[0]), explanation.text
     assert re.search(rf"  {says}.*; paceline doctor", explanation.text), explanation.text
-    assert len(re.findall(says, run_page(RunFolder(run)))) == 2
+    assert len(re.findall(says, run_page(RunFolder(run)))) == 3  # both failures, and the line of `why` about the first
 
 
 def test_a_node_whose_network_is_cut_is_named_by_all_and_nothing_is_left(nodes: NetworkNodes, tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ from paceline.launch.run_outcome import (
 from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
 from paceline.reporting.failures import attempt_lines, newest_failure, newest_training_attempt, read_failures
 from paceline.reporting.run_history import History, json_or_none, read_history
-from paceline.reporting.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
+from paceline.run_folder.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 
 _LIVE_SECONDS = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[J"

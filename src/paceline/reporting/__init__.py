@@ -17,8 +17,6 @@ Start with `run_report.py`.
 - `run_history.py`: The history of a run, from its folder: metrics by step, events, and the number of unreadable lines.
 - `run_report.py`: `report.html`: one self-contained page about one run, made from its folder.
 - `settings_table.py`: The settings of a run: the changed ones with their origins, then those at their default.
-- `signs_of_life.py`: Signs of life of a run whose processes can't be seen from here: the times of the files in its
-  folder.
 - `staleness_section.py`: The staleness of an asynchronous run's updates, for the run's page.
 - `step_simulation_report.py`: Output about a simulated step: lines for the screen, the timeline as SVG, and a page with
   the parts of the time.

@@ -14,12 +14,12 @@ from paceline.reporting.goodput_section import show_goodput
 from paceline.reporting.nodes_section import show_nodes
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
-from paceline.reporting.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 from paceline.reporting.staleness_section import show_staleness
 from paceline.reporting.svg.style import STYLE
 from paceline.reporting.verify_section import find_verdict, format_number, show_verdict
 from paceline.run_folder.plan_file import ADVICE
 from paceline.run_folder.run_folder import RunFolder
+from paceline.run_folder.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 
 
 def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
