@@ -176,6 +176,7 @@ SOAK = [
     "launch/several_nodes/test_played_networks.py::test_a_head_that_is_cut_off_says_so_and_continues_once_its_link_is_back",
     "launch/several_nodes/test_played_networks.py::test_a_killed_node_starts_again_by_the_printed_line",
     "launch/several_nodes/test_played_networks.py::test_the_networks_stay_for_nodes_that_were_started_again",
+    "launch/several_nodes/test_played_networks.py::test_why_explains_a_run_on_played_nodes_from_outside_of_them",
     "launch/several_nodes/test_servers_and_sites_on_nodes.py::test_a_server_is_restarted_without_the_node_that_was_lost_before",
     "launch/several_nodes/test_servers_and_sites_on_nodes.py::test_after_the_loss_of_all_workers_one_node_is_enough_to_continue",
     "launch/test_consecutive_runs_in_one_script.py::test_a_script_of_several_runs_ends[torchrun]",

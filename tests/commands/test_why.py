@@ -15,6 +15,9 @@ import pytest
 from paceline.commands.why import explain_run
 from paceline.errors import UsageError
 from paceline.launch.agent.rank_activity import ActivityReporter
+from paceline.reporting.run_history import read_history
+from paceline.reporting.run_report import run_status
+from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import SMALL_JOB, Shop
 
 LOSS = '    time.sleep(float(os.environ.get("PAUSE", 0)))\n'
@@ -138,12 +141,59 @@ def test_a_damaged_request_does_not_hide_a_failure(tmp_path: Path, request_text:
     assert explanation.state == "failed" and explanation.outcome is not None and explanation.outcome.ranks == 1
 
 
-def test_a_run_on_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
-    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 1}))
-    monkeypatch.setattr("paceline.commands.why.is_run_folder_locked", lambda _: True)
-    with pytest.raises(UsageError, match="is running on elsewhere"):
-        explain_run(str(tmp_path))
+@pytest.fixture
+def distant(tmp_path: Path) -> Path:
+    """A run that a command on another machine has started."""
+    run = _run_folder(tmp_path)
+    elsewhere = {"host": "elsewhere", "machine": "another boot", "pid": os.getpid(), "born": "1"}
+    (run / ".lock").write_text(json.dumps(elsewhere))
+    events = [{"event": "RunStarted", "attempt": 1}, {"event": "StepDone", "step": 40}]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def silence(run: Path, *, seconds: float) -> None:
+    """Let all files of a run be this old."""
+    for path in [run, *run.rglob("*")]:
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_a_run_on_another_machine_is_running_as_long_as_it_writes(distant: Path) -> None:
+    silence(distant, seconds=500)
+    (distant / "logs" / "attempt-1" / "rank-0.log").touch()
+    explanation = explain_run(str(distant))
+    assert (explanation.state, explanation.step) == ("running", 40)
+    assert "the last sign of life is 0 s old; the same command on elsewhere shows what its" in explanation.text
+    assert "its ranks are starting" not in explanation.text
+    assert run_status(read_history(RunFolder(distant))) == "running"
+
+
+def test_a_silent_run_of_another_machine_is_not_said_to_run(distant: Path) -> None:
+    silence(distant, seconds=240)
+    explanation = explain_run(str(distant))
+    assert (explanation.state, explanation.step) == ("unknown", 40)
+    assert "no sign of life for 240 s; if it still runs, the same command on elsewhere shows" in explanation.text
+    assert explanation.as_json()["not_seen"] == list(explanation.distant_lines)
+    assert run_status(read_history(RunFolder(distant))) == "no sign of life for 240 s"
+
+
+def test_a_lost_head_is_told_on_another_machine(distant: Path) -> None:
+    attempt = distant / "logs" / "attempt-1"
+    (attempt / "rank-1.log").touch()
+    lost = {"rank": 0, "kind": "node", "message": "node 0 (elsewhere, rank 0) is gone: nothing for 30 s; last step 41"}
+    (attempt / "first-failure.json").write_text(json.dumps({**lost, "exit_code": 75, "step": 41}))
+    explanation = explain_run(str(distant))
+    assert (explanation.state, explanation.step) == ("failed", 41)
+    assert f"FAILED: {lost['message']}" in explanation.text and "if it still runs" in explanation.text
+
+
+def test_a_failure_on_another_machine_may_be_followed_by_a_restart(distant: Path) -> None:
+    failure = {"rank": 1, "kind": "signal", "message": "SIGKILL (killed from outside)", "step": 41}
+    (distant / "logs" / "attempt-1" / "first-failure.json").write_text(json.dumps(failure))
+    assert explain_run(str(distant)).state == "restarting"
+    assert "and the command on elsewhere restarts them, or has ended" in explain_run(str(distant)).text
+    silence(distant, seconds=240)
+    assert explain_run(str(distant)).state == "failed"
 
 
 def test_there_must_be_a_run(shop: Shop) -> None:

@@ -141,10 +141,19 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_another_machine(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", flock)
-    (tmp_path / LOCK).write_text(json.dumps({**module.this_process(), "host": "another-machine"}))
+    (tmp_path / LOCK).write_text(json.dumps({**module.this_process(), "host": "another-machine", "machine": "?"}))
     assert module.is_run_folder_locked(tmp_path)
     with pytest.raises(UsageError, match=f"process {os.getpid()} on another-machine "):
         lock_run_folder(tmp_path, on_wait=pytest.fail)
+
+
+def test_a_host_name_of_its_own_does_not_make_another_machine(tmp_path: Path) -> None:
+    """A played node has one; its process is seen from here, and so is its end."""
+    played = {**module.this_process(), "host": "node0"}
+    assert module.is_on_this_machine(played) and module.is_holder_alive(played)
+    gone = {**played, "born": "1"}
+    (tmp_path / LOCK).write_text(json.dumps(gone))
+    assert not module.is_holder_alive(gone) and not module.is_run_folder_locked(tmp_path)
 
 
 def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(

@@ -33,7 +33,7 @@ def loaded(run: str) -> tuple[int, bool]:
     [
         ('main(["--help"])', 12),  # 8, and the table of the test
         ('try:\n    main(["train", "--help"])\nexcept SystemExit:\n    pass', 25),
-        ('resolve(VERBS["report"].run)', 65),
+        ('resolve(VERBS["report"].run)', 67),
         ('resolve(VERBS["new"].run)', 15),
         ('resolve(VERBS["ckpt"].run)', 40),
     ],

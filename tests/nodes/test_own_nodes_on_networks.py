@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.commands.why import explain_run
+from paceline.reporting.run_report import run_page
+from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import SMALL_JOB
 from tests.launch.several_nodes.own_nodes import NodeEnd, wait_for_step
 from tests.nodes.network_nodes import NetworkNodes, can_make_nodes, network_nodes
@@ -96,7 +99,7 @@ def test_a_silence_that_is_shorter_than_the_patience_does_no_harm(
 
 def test_a_broken_link_between_two_other_nodes_is_named_by_the_head(nodes: NetworkNodes, tmp_path: Path) -> None:
     run, route = tmp_path / "run", ("blackhole", f"{nodes.address(2)}/32")
-    words = (*EXACT, "--survive.restarts", "0", "--train.timeout_seconds", "10")
+    words = (*EXACT, "--survive.restarts", "1", "--train.timeout_seconds", "10")
     processes = start_all(nodes, run, *words, port=29709, steps=5000)
     wait_for_step(run, 5)
     nodes.run_inside(1, "ip", "route", "add", *route)
@@ -106,8 +109,12 @@ def test_a_broken_link_between_two_other_nodes_is_named_by_the_head(nodes: Netwo
         nodes.run_inside(1, "ip", "route", "del", *route)
     assert [each.code for each in ends] == [1, 1, 1], [each.screen for each in ends]
     says = r"the link between node 1 \(node1, rank 1\) and node 2 \(node2, rank 2\) does not work: (Invalid|timed out)"
-    assert re.search(says, ends[0].screen), ends[0].screen
+    assert len(re.findall(says, ends[0].screen)) == 2, ends[0].screen  # before the restart, and at the end
     assert "link between node 0" not in ends[0].screen
+    explanation = explain_run(str(run))
+    assert re.search(rf"attempt 1: {says}", explanation.restarts[0]), explanation.text
+    assert re.search(rf"  {says}.*; paceline doctor", explanation.text), explanation.text
+    assert len(re.findall(says, run_page(RunFolder(run)))) == 3  # both failures, and the line of `why` about the first
 
 
 def test_a_node_whose_network_is_cut_is_named_by_all_and_nothing_is_left(nodes: NetworkNodes, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import time
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from paceline.commands.compare import compare
 from paceline.events import EvalDone, Event, Restarted, RunEnded, RunStarted, StepDone, as_dict
 from paceline.filesystem.run_lock import lock_run_folder
 from paceline.launch.failures.failure_record import write_failure
+from paceline.launch.several_nodes.node_stays import NodeStay, NodeStays
 from paceline.profiling.environment import code_facts, loaded_modules
-from paceline.reporting.failures import show_failures
+from paceline.reporting.failures import attempt_lines, show_failures
+from paceline.reporting.nodes_section import show_nodes
 from paceline.reporting.run_history import ResumeMark, read_history
 from paceline.reporting.run_report import run_page, run_status, write_report
 from paceline.reporting.sinks.jsonl import JsonlSink
@@ -566,3 +569,27 @@ def test_a_resume_that_was_refused_leaves_the_status_of_a_finished_run(
     run.attempt_folder(2).mkdir(parents=True)
     (run.attempt_folder(2) / "first-failure.json").write_text(json.dumps(refused))
     assert run_status(read_history(run)) == status
+
+
+def test_a_run_on_several_nodes_shows_the_lines_of_why_and_when_the_head_was_lost(tmp_path: Path) -> None:
+    stays = NodeStays()
+    for attempt, nodes in enumerate([(0, 1), (0, 1), (0,)], 1):
+        some = [NodeStay.begin(n, host=f"host{n}", address="", ranks=range(n, n + 1)) for n in nodes]
+        stays.begin_attempt(tmp_path, attempt, some)
+    stays.leave(1, "it was asked to stop")
+    events: list[dict[str, Any]] = [
+        {"event": "RunStarted", "attempt": 1, "time": 10.0},
+        {"event": "StepDone", "step": 60, "time": 14.0},
+        {"event": "RunStarted", "attempt": 2, "time": 30.4, "resumed_from": 60},
+        {"event": "RunEnded", "status": "stopped", "step": 70, "time": 40.0},
+        {"event": "RunStarted", "attempt": 3, "time": 41.0, "resumed_from": 70},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    history = read_history(RunFolder(tmp_path))
+    failures, nodes_table = show_failures(history), show_nodes(history)
+    lines = attempt_lines(history)
+    assert len(lines) == 2 and all(f"<li>{escape(line)}</li>" in failures for line in lines), failures
+    assert "started again from step 60 (disk) after 16.4 s" in lines[0], lines
+    assert "left (it was asked to stop) at step 70 after 1.0 s; continued on 1 node" in lines[1], lines
+    assert "<td>1970-01-01T00:00:14Z: its agent ended without a message</td>" in nodes_table
+    assert re.search(r"<td>[^<]*Z: it was asked to stop</td>", nodes_table), nodes_table

@@ -1,7 +1,6 @@
 """The `why` verb: explains why a run failed, was stopped or hangs, from its folder and its ranks' activity files."""
 
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Container
@@ -22,7 +21,7 @@ from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.events import StepDone
 from paceline.filesystem.run_lock import is_run_folder_locked, lock_holder
-from paceline.launch.failures.failure_record import Failure
+from paceline.launch.failures.failure_record import LOST_NODE, Failure
 from paceline.launch.failures.hang_diagnosis import Hang, find_hang
 from paceline.launch.failures.hang_watch import read_hangs
 from paceline.launch.failures.rank_position import RankPosition, observe_ranks, read_remote_positions
@@ -35,11 +34,11 @@ from paceline.launch.run_outcome import (
     failure_as_json,
     failure_screen,
 )
-from paceline.launch.several_nodes.node_history import describe_attempt_ends
 from paceline.launch.several_nodes.node_stays import describe_ranks, lost_node_lines
-from paceline.reporting.failures import newest_failure, newest_training_attempt, read_failures, read_restarts
+from paceline.reporting.failures import attempt_lines, newest_failure, newest_training_attempt, read_failures
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.run_folder.run_folder import RunFolder, find_run, read_task
+from paceline.run_folder.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 
 _LIVE_SECONDS = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
@@ -54,7 +53,7 @@ class Explanation:
     """The state of a run and its reason.
 
     `state` is `running`, `hanging`, `restarting`, `done`, `stopped`, `failed`, `killed`, `not started`, or `unknown` if
-    the run's events or logs are lost.
+    the run's events or logs are lost, or if it was started on another machine and gives no sign of life.
     """
 
     run: Path
@@ -83,6 +82,8 @@ class Explanation:
     """The number of parameter servers, which are the first ranks."""
     notes: tuple[str, ...] = ()
     """Lines about an end without a failure, or about records that are lost."""
+    distant_lines: tuple[str, ...] = ()
+    """Lines about what can't be seen from this machine, because another one has started the run."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation under the keys of `--json`."""
@@ -99,6 +100,7 @@ class Explanation:
             "ranks": [position.as_json() for position in self.positions],
             "restarts": list(self.restarts),
             "lost_nodes": list(self.losses),
+            "not_seen": list(self.distant_lines),
             "go_on": self.resume_command,
         }
 
@@ -114,9 +116,10 @@ class Explanation:
             lines += [*self.notes, *self._position_lines("When it ended:")]
         elif self.state in ("unknown", "restarting"):
             lines += self.notes
-        elif self.state in ("running", "hanging"):
+        elif self.state in ("running", "hanging") and not self.distant_lines:
             lines += [*self._position_lines(""), *self._hidden_lines()]
             lines.append(self.hang.message if self.hang is not None else self._no_hang_text())
+        lines += self.distant_lines
         if self.stopped_command:
             lines.append(
                 f"The command itself is stopped, so it restarts no rank; kill -CONT {self.stopped_command} continues it"
@@ -177,7 +180,7 @@ def explain_run(run: str | None = None) -> Explanation:
     """Return why a run is in its state; without `run`, the newest run.
 
     Raises:
-        UsageError: there is no such run, it can't be read, or it runs on another machine.
+        UsageError: there is no such run, or it can't be read.
     """
     folder, _ = find_run(run, only_trained=run is None)
     _check_readable(folder)
@@ -186,7 +189,7 @@ def explain_run(run: str | None = None) -> Explanation:
         run=folder.path,
         state="not started",
         step=history.last_step(),
-        restarts=_attempt_lines(folder, history),
+        restarts=tuple(attempt_lines(history)),
         resume_point=_resume_point(folder),
     )
     if attempt is None:
@@ -194,9 +197,13 @@ def explain_run(run: str | None = None) -> Explanation:
     number = int(attempt.name.removeprefix("attempt-"))
     losses = tuple(lost_node_lines(folder.path, number))
     explanation = replace(explanation, attempt=number, hangs=tuple(read_hangs(attempt)), losses=losses)
-    if is_run_folder_locked(folder.path):
+    host, failure = distant_host(folder), newest_failure(history)
+    if host:
+        explanation = _add_distant_lines(explanation, folder, host=host, failure=failure)
+        if explanation.state in ("running", "restarting"):
+            return explanation
+    elif is_run_folder_locked(folder.path):
         return _explain_running(explanation, folder, attempt, step_seconds=_usual_step_seconds(history))
-    failure = newest_failure(history)
     if failure is not None:
         others = [_failure(other) for other in read_failures(attempt)[1]]
         return _explain_failed(explanation, folder, attempt, _failure(failure), others)
@@ -208,6 +215,8 @@ def explain_run(run: str | None = None) -> Explanation:
     if not history.events and folder.events.exists() and (history.steps or list_checkpoints(folder.checkpoints)):
         note = f"{folder.events} is empty, so it is not known how the run ended."
         return replace(explanation, state="unknown", notes=(note,), resume_command=_resume_command(folder))
+    if host:
+        return replace(explanation, state="unknown", resume_command=_resume_command(folder))
     positions = observe_ranks(attempt, ranks=_ranks_here(attempt))
     step = max([explanation.step, *(position.step for position in positions)])
     return replace(
@@ -218,12 +227,6 @@ def explain_run(run: str | None = None) -> Explanation:
         notes=_notes_on_sudden_end(folder, attempt),
         resume_command=_resume_command(folder),
     )
-
-
-def _attempt_lines(folder: RunFolder, history: History) -> tuple[str, ...]:
-    """Return a line about the end of each attempt that another one followed."""
-    restarts = {r.attempt - 1: f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)}
-    return tuple(describe_attempt_ends(folder, history.events, restarts=restarts))
 
 
 def _notes_on_sudden_end(folder: RunFolder, attempt: Path) -> tuple[str, ...]:
@@ -285,16 +288,34 @@ def _ranks_here(attempt: Path) -> Container[int]:
         return range(sys.maxsize)
 
 
+def _add_distant_lines(
+    explanation: Explanation, folder: RunFolder, *, host: str, failure: dict[str, Any] | None
+) -> Explanation:
+    """Add for how long a run of another machine has given no sign of life, and where more can be seen.
+
+    The state stays open if it seems to have ended: after a long silence, or if its nodes have recorded that the head is
+    gone.
+    """
+    seconds = silent_seconds(folder)
+    sees_more = f"the same command on {host} shows what its ranks do, which can't be seen from here"
+    if seconds > MAX_SILENT_SECONDS or (failure is not None and _is_lost_head(_failure(failure))):
+        line = f"no sign of life for {seconds:.0f} s; if it still runs, {sees_more}"
+        return replace(explanation, distant_lines=(line,))
+    ages = f"the last sign of life is {seconds:.0f} s old; {sees_more}"
+    if failure is None:
+        return replace(explanation, state="running", distant_lines=(ages,))
+    text = f"The ranks have ended ({_failure(failure).summary}), and the command on {host} restarts them, or has ended."
+    return replace(explanation, state="restarting", notes=(text,), distant_lines=(ages,))
+
+
+def _is_lost_head(failure: Failure) -> bool:
+    return failure.kind == LOST_NODE and failure.rank == 0
+
+
 def _explain_running(
     explanation: Explanation, folder: RunFolder, attempt: Path, *, step_seconds: float | None
 ) -> Explanation:
     holder = lock_holder(folder.path)
-    host = str(holder.get("host") or "")
-    if host not in ("", socket.gethostname()):
-        raise UsageError(
-            f"{folder.path} is running on {host}, and only that machine can see what its ranks are doing.",
-            hint=f"ssh {host}, then the same command",
-        )
     remote = read_remote_positions(attempt)
     positions = [*observe_ranks(attempt, ranks=_ranks_here(attempt)), *(remote or ())]
     content = json_or_none(attempt / "request.json")  # None if another launcher has started the ranks

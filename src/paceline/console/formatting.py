@@ -81,3 +81,8 @@ def format_metric(value: float, *, decimals: int = 4) -> str:
     """Format a loss or a metric with this many decimals, or as a power of ten if that would hide its digits."""
     is_small = 0.0 < abs(value) < 10.0 ** (1 - decimals)
     return f"{value:.1e}" if is_small else f"{value:.{decimals}f}"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return the words as a list in a sentence, such as "a, b and c"."""
+    return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), *words[-1:]])

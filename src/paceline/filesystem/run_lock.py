@@ -22,6 +22,8 @@ from paceline.filesystem.atomic_files import open_no_follow, parse_json, report_
 LOCK = ".lock"
 _FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
 _USER_LINKS = ("checkpoints", "consolidated")  # refused only if another user created the link
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _NO_LOCKS = {  # errors of a disk without locks
@@ -114,7 +116,7 @@ def is_run_folder_locked(folder: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         holder = _read_holder(handle)
-        return bool(holder) and holder.get("host") != socket.gethostname() and is_holder_alive(holder)
+        return bool(holder) and not is_on_this_machine(holder) and is_holder_alive(holder)
     except OSError as error:
         return isinstance(error, BlockingIOError) or is_holder_alive(_read_holder(handle))
     finally:
@@ -258,6 +260,7 @@ def this_process() -> dict[str, Any]:
     return {
         "pid": pid,
         "host": socket.gethostname(),
+        "machine": _machine_identity(),
         "born": process_start_time(pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
@@ -274,10 +277,27 @@ def is_holder_alive(holder: dict[str, Any]) -> bool:
     """Return whether the recorded process still exists; assumed True for a process on another machine."""
     if not holder:
         return False
-    if holder.get("host") != socket.gethostname():
+    if not is_on_this_machine(holder):
         return True
     born = process_start_time(_pid_of(holder))
     return born is not None and born == holder.get("born")
+
+
+def is_on_this_machine(holder: dict[str, Any]) -> bool:
+    """Return whether the recorded process ran where this one can see it, under whatever host name.
+
+    The nodes that are played on one machine have host names of their own.
+    """
+    host, machine = holder.get("host"), holder.get("machine")
+    return host in (None, "", socket.gethostname()) or (bool(machine) and machine == _machine_identity())
+
+
+def _machine_identity() -> str:
+    """Return what identifies this start of the machine and its set of process ids; empty if it is not known."""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+        return f"{boot} {_PID_NAMESPACE.readlink()}"
+    return ""
 
 
 def _pid_of(holder: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from paceline.launch.failures.failure_record import (
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress
 from paceline.run_folder.run_folder import RunFolder
 
+_LINK_HINT = "paceline doctor with the same --nodes tests all links"
 STOPPED_AT_ONCE = "stopped-at-once"
 """The file in an attempt folder that says that a second stop signal has ended the ranks."""
 
@@ -108,8 +109,16 @@ def joined_failure_as_json(failure: Failure, *, log: Path | None, resume_command
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:
-    fields = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
+    fields: dict[str, Any] = {
+        "error": failure.kind,
+        "what": failure.message,
+        "where": failure.where,
+        "cause": "",
+        "hint": "",
+    }
     fields |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
+    if failure.broken_links:
+        fields["broken_links"] = failure.broken_links
     return {**fields, "rank": None if failure.rank == FORKSERVER_RANK else failure.rank, "step": failure.step}
 
 
@@ -146,6 +155,7 @@ def failure_screen(outcome: LaunchOutcome, *, resume_command: str = "", extra_li
     elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
+    lines += [f"  {link}; {_LINK_HINT}" for link in failure.broken_links]
     num_others, reason = outcome.ranks - 1, "did not respond" if failure.kind == TIMEOUT else "failed"
     if num_others and failure.kind not in (DIVERGED, CONNECTION, LOST_NODE) and not failure.is_joint:
         others = plural(num_others, "rank") if num_others > 1 else "rank"

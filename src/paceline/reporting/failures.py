@@ -18,8 +18,10 @@ from paceline.checkpoint.files.checkpoint_folder import (
 from paceline.console.formatting import format_size
 from paceline.errors import CheckpointError, ExitCode, MachineError
 from paceline.events import Restarted
-from paceline.filesystem.atomic_files import folder_bytes
+from paceline.filesystem.atomic_files import folder_bytes, read_json
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
+from paceline.launch.several_nodes.node_history import describe_attempt_ends
+from paceline.launch.several_nodes.node_stays import lost_node_lines, read_node_stays
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
@@ -76,15 +78,38 @@ def _is_training_attempt(attempt: Path) -> bool:
 def show_failures(history: History) -> str:
     """Return a section with each failed attempt: the first rank that failed, its exception, and the user's line.
 
-    If the run restarted by itself, the section also says from which step, and after how many seconds.
+    If the run restarted by itself, the section also says from which step, and after how many seconds. For a run on
+    several nodes, it begins with the lines of `why` about nodes that were lost, left or came.
     """
     restarts = {restart.attempt: restart for restart in read_restarts(history)}
-    parts = [
-        text
-        for folder in _attempt_folders(history.run)
-        if (text := _show_attempt(folder, restart=restarts.get(_attempt_number(folder) + 1)))
-    ]
+    lines = _node_lines(history)
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    parts = [f"<ul>{items}</ul>"] if lines else []
+    for folder in _attempt_folders(history.run):
+        restart = None if lines else restarts.get(_attempt_number(folder) + 1)
+        if text := _show_attempt(folder, restart=restart):
+            parts.append(text)
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _node_lines(history: History) -> list[str]:
+    attempts = read_node_stays(history.run.path)
+    if not attempts:
+        return []
+    return [*attempt_lines(history), *lost_node_lines(history.run.path, attempts[-1].attempt)]
+
+
+def attempt_lines(history: History) -> list[str]:
+    """Return a line about the end of each attempt that another one followed, in the order of time."""
+    run = history.run
+    restarts = {r.attempt - 1: f"attempt {r.attempt - 1}: {r.reason}; {r.outcome}" for r in read_restarts(history)}
+    failures = {}
+    for folder in [path for path in _attempt_folders(run) if _is_training_attempt(path)][:-1]:
+        with suppress(OSError, ValueError, msgspec.ValidationError):
+            failure = msgspec.convert(read_json(folder / FIRST_FAILURE), Failure)
+            if failure.exit_code != ExitCode.REFUSED:
+                failures[_attempt_number(folder)] = f"{folder.name.replace('-', ' ')}: {failure.summary}"
+    return list(describe_attempt_ends(run, history.events, restarts=restarts, failures=failures).values())
 
 
 def read_failures(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
@@ -126,7 +151,9 @@ def _show_attempt(folder: Path, *, restart: Restarted | None) -> str:
         text = escape(location + description)
         head = f"<p><strong>Attempt {escape(number)}{step}: {escape(process)}</strong>, {text}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
-    advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])
+    links = first.get("broken_links")
+    link_lines = map(str, links) if isinstance(links, list) else ()
+    advice = "\n".join([*link_lines, *str(first.get("screen") or "").splitlines()[1:]])
     advice = f"<pre>{escape(advice)}</pre>" if advice else ""
     log_rank = first["rank"] if first.get("told_by") is None else first["told_by"]
     log = Path("logs") / folder.name / ("" if first["rank"] == FORKSERVER_RANK else f"rank-{log_rank}.log")

@@ -19,6 +19,7 @@ from paceline.reporting.svg.style import STYLE
 from paceline.reporting.verify_section import find_verdict, format_number, show_verdict
 from paceline.run_folder.plan_file import ADVICE
 from paceline.run_folder.run_folder import RunFolder
+from paceline.run_folder.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
 
 
 def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
@@ -46,7 +47,7 @@ def run_page(run: RunFolder) -> str:
         show_time(history),
         show_forecast(history),
         show_staleness(history),
-        show_nodes(run),
+        show_nodes(history),
         show_verdict(answer, reason),
         show_checkpoints(run),
         _show_evaluation_texts(history),
@@ -82,6 +83,8 @@ def run_status(history: History) -> str:
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
     if history.has_ended:
         return str(history.last_event("RunEnded").get("status"))
+    if distant_host(history.run) and silent_seconds(history.run) > MAX_SILENT_SECONDS:
+        return f"no sign of life for {silent_seconds(history.run):.0f} s"
     if is_run_folder_locked(history.run.path):
         return "running"
     return "failed" if history.starts or history.steps else "not started"

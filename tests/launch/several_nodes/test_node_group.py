@@ -15,7 +15,8 @@ import pytest
 from paceline.checkpoint.files.peers.memory_server import MemoryEndpoint
 from paceline.checkpoint.files.peers.peer_files import write_endpoint
 from paceline.config.settings import Nodes
-from paceline.launch.failures.failure_record import LOST_NODE, Failure
+from paceline.filesystem.atomic_files import write_json
+from paceline.launch.failures.failure_record import LOST_NODE, Failure, write_failure
 from paceline.launch.failures.rank_position import RankPosition, read_remote_positions
 from paceline.launch.several_nodes import node_group
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, PartResult
@@ -153,8 +154,8 @@ def test_a_failure_that_the_head_reports_of_another_rank_has_the_host_of_that_ra
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_broken_link_is_said_unless_one_of_its_nodes_is_lost(
-    nodes: Nodes3, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_lost: bool
+def test_a_broken_link_is_recorded_unless_one_of_its_nodes_is_lost(
+    nodes: Nodes3, tmp_path: Path, is_lost: bool
 ) -> None:
     nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
     failure = Failure(rank=2, kind="RuntimeError", message="Connection reset by peer", monotonic_ns=1)
@@ -166,9 +167,10 @@ def test_a_broken_link_is_said_unless_one_of_its_nodes_is_lost(
     else:
         nodes.say(2, code=1)
     error = Failure(rank=0, kind="ValueError", message="of the job", monotonic_ns=1)  # the first failure in any case
-    finish(nodes, PartResult(exit_code=1, failure=error, progress=AttemptProgress()))
+    first = finish(nodes, PartResult(exit_code=1, failure=error, progress=AttemptProgress())).failure
     line = "the link between node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5) does not work: timed out"
-    assert (line in capsys.readouterr().err) is not is_lost
+    assert first is not None and first.broken_links == ([] if is_lost else [line])
+    assert first.summary == f"{'' if is_lost else f'{line}; '}rank 0 on host0 failed: ValueError: of the job"
 
 
 def test_links_are_tried_only_after_a_lost_connection(tmp_path: Path) -> None:
@@ -182,6 +184,11 @@ def test_links_are_tried_only_after_a_lost_connection(tmp_path: Path) -> None:
         own = Failure(rank=0, kind="ValueError", message="of the job")
         assert find_broken_links(tmp_path, own, own_node=0, nodes=[0, 1, 2]) == []
         assert find_broken_links(tmp_path, None, own_node=0, nodes=[0, 1, 2]) == []
+        write_json(tmp_path / "request.json", {"ranks": 3})
+        write_failure(tmp_path, rank=1, error=ValueError("of the job"))
+        assert find_broken_links(tmp_path, None, own_node=0, nodes=[0, 1, 2]) == []
+        write_failure(tmp_path, rank=2, error=RuntimeError("Timed out waiting 10000ms for send operation to complete"))
+        assert [link.node for link in find_broken_links(tmp_path, None, own_node=0, nodes=[0, 1, 2])] == [1]
 
 
 def test_a_failure_has_its_time_on_the_clock_of_the_head(nodes: Nodes3, tmp_path: Path) -> None:
@@ -279,6 +286,32 @@ def test_a_head_that_hears_no_member_any_more_blames_its_own_network(tmp_path: P
     nodes.close()
 
 
+def test_all_nodes_that_are_lost_at_once_are_named(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    for node in (1, 2):
+        nodes.channels[node].close()
+    wait_until(nodes.group.has_failed)
+    result = finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress(step=8)))
+    assert result.failure is not None and result.failure.summary == (
+        "node 1 (host1, ranks 2-3) and node 2 (host2, ranks 4-5) are gone: "
+        "its agent has ended, or the connection to it was lost; last step 8"
+    )
+    assert result.failure.said == {"lost_nodes": ["node 1 (host1, ranks 2-3)", "node 2 (host2, ranks 4-5)"]}
+
+
+def test_a_node_that_is_lost_after_its_part_has_ended_is_named_too(
+    nodes: Nodes3, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    nodes.channels[1].close()
+    nodes.say(2, code=1)
+    wait_until(nodes.group.has_failed)
+    finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress(step=8)))
+    nodes.channels[2].close()
+    nodes.group.gather(is_stopped=lambda: False)
+    assert "node 2 (host2, ranks 4-5) is gone: its agent has ended" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_first_closed", [True, False])
 def test_members_whose_agents_end_are_not_cut_off(tmp_path: Path, is_first_closed: bool) -> None:
     """An agent that ends is noticed over the network, which therefore works."""
@@ -289,7 +322,7 @@ def test_members_whose_agents_end_are_not_cut_off(tmp_path: Path, is_first_close
         nodes.channels[2].close()
     wait_until(nodes.group.has_failed)
     result = finish(nodes, replace(DONE, exit_code=1))
-    assert result.failure is not None and " is gone: " in result.failure.message
+    assert result.failure is not None and " gone: " in result.failure.message
     assert "cut off" not in result.failure.message
     nodes.close()
 

@@ -42,6 +42,25 @@ def test_a_node_that_the_user_cuts_off_by_the_printed_line_is_lost_and_no_networ
 
 
 @needs_root
+def test_why_explains_a_run_on_played_nodes_from_outside_of_them(shop: Shop) -> None:
+    words = (*WORDS, "--run-dir", "seen", "--train.steps", "5000", "--nodes.patience", "3")
+    process = shop.start(*words, environ={"PAUSE": "0.02"})
+    wait_for_step(shop.path / "seen", 5)
+    running = shop.run("why", "seen")
+    assert running.code == 0 and "seen: running, attempt 1, step " in running.out, running.text
+    assert re.search(r"  rank 0 \(PID \d+\)  step \d+", running.out), running.out
+    inside = [pid for name in namespaces(process.pid) for pid in _pids(name)]
+    process.send_signal(signal.SIGKILL)
+    for pid in inside:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    process.communicate(timeout=60)
+    ended = shop.run("why", "seen")
+    assert ended.code == 0 and re.search(r"seen: (killed|failed), attempt 1, step [1-9]", ended.out), ended.text
+    assert "\nResume: paceline train job.py" in ended.out and "\n  it " in ended.out, ended.out
+
+
+@needs_root
 def test_a_head_that_is_cut_off_says_so_and_continues_once_its_link_is_back(shop: Shop) -> None:
     words = ("--nodes.patience", "3", "--nodes.restarts", "1", "--checkpoint.every", "5", "--train.steps", "60")
     process = shop.start(

@@ -233,7 +233,8 @@ class RestartPolicy:
             hint = failure.screen.partition("\n")[2]
             text = "\n".join([f"{failure.summary}; waiting for the others ({number})", *([hint] if hint else [])])
         else:
-            text = f"{failure.summary}; waiting for a node in its place ({number})"
+            others = "nodes in their place" if failure.said.get("lost_nodes") else "a node in its place"
+            text = f"{failure.summary}; waiting for {others} ({number})"
         return [PrintLine(text=text), self._start_attempt(after=failure)]
 
     def _start_attempt(self, *, after: Failure | None = None) -> StartAttempt:

@@ -94,11 +94,10 @@ class Failure:
     """Why the run was not restarted after this failure, as a line for the screen."""
     host: str = ""
     """The host of the rank, if Paceline has started the run on several nodes."""
+    broken_links: list[str] = field(default_factory=list)
+    """The links between nodes that did not work when the attempt had ended, as sentences."""
     is_users_own: bool = False
-    """Whether the user's own code raised the exception.
-
-    Then it does not follow from another rank's exit, whatever its message.
-    """
+    """Whether the user's own code raised the exception, so that it does not follow from another rank's exit."""
 
     @property
     def rank_name(self) -> str:
@@ -107,7 +106,9 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"."""
+        """One line for a restart, such as "rank 2 killed by SIGKILL at step 118"; broken links come first."""
+        if self.broken_links:
+            return "; ".join([*self.broken_links, replace(self, broken_links=[]).summary])
         place, line = (f" at step {self.step}" if self.step else ""), (f" ({self.where})" if self.where else "")
         if self.rank == FORKSERVER_RANK:
             return f"the process that starts the ranks{f' on {self.host}' if self.host else ''} ended{place}"
@@ -116,10 +117,8 @@ class Failure:
             return f"{self.rank_name} killed by {self.message.partition(' ')[0]}{memory}{place}"
         first_line = next(iter(self.message.splitlines()), "").strip().rstrip(".:")
         message = shorten_text(first_line, lines=1, width=_MAX_SUMMARY_CHARACTERS)
-        if self.is_joint or self.kind == LOST_NODE:
-            return message
-        if self.kind in (DIVERGED, CONNECTION):
-            return f"{message}{place}"
+        if self.is_joint or self.kind in (DIVERGED, CONNECTION, LOST_NODE):
+            return message if self.is_joint or self.kind == LOST_NODE else f"{message}{place}"
         if self.is_lost_connection and any(text in message.lower() for text in _CLOSED_CONNECTION_TEXTS):
             return f"{self.rank_name} lost the connection to another rank{place}"
         text = message if self.kind in _KINDS_IN_WORDS or not message else f"{self.kind}: {message}"

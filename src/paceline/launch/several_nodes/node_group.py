@@ -105,7 +105,7 @@ class NodeGroup:
         self._workers = WorkerNodes(ranks_per_node=ranks_per_node)
         self.memory = PeerCheckpointSearch()
         self._broken_links = BrokenLinks()
-        self._losses = MemberLosses(patience=settings.patience)
+        self._losses = MemberLosses(patience=settings.patience, names=self._names)
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
         self._attempt = 0
@@ -399,7 +399,7 @@ class NodeGroup:
         member = self._members.pop(node)
         self.memory.forget(node)
         silence = member.link.silence_seconds
-        self._losses.add(self._describe(node), member.link, reason=reason)
+        message = self._losses.add(self._describe(node), member.link, reason=reason)
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._stays.leave(node, reason)
@@ -409,9 +409,10 @@ class NodeGroup:
             self._lost.append(node)
         if node not in self._active and node not in self._leaving:
             print_line(f"node {node} ({self._names[node]}), which waited, has gone: {reason}", sys.stderr)
+        elif node in self._results and node not in self._leaving:
+            print_line(message, sys.stderr)
         if node in self._results or node not in self._active:
             return
-        message = f"{self._describe(node)} is gone: {reason}"
         failure = lost_node_failure(
             message, rank=self._ranks(node).start, host=self._names[node], silent_seconds=silence
         )
@@ -441,10 +442,9 @@ class NodeGroup:
         progress = join_progress(part.progress for part in parts)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
-            if not self._members:
-                first = self._losses.blame_head(first, head=self._describe(0), host=self._names[0])
+            first = self._losses.explain(first, failures, head=self._describe(0), is_alone=not self._members)
             first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
-        if first is not None and first.kind != LOST_NODE:
-            self._broken_links.print_lines(members=self._members, describe=self._describe)
+        elif first is not None:
+            first = self._broken_links.name_in(first, members=self._members, describe=self._describe)
         code = exit_code({number: part.exit_code for number, part in enumerate(parts)}, first)
         return PartResult(exit_code=code, failure=first, progress=progress)

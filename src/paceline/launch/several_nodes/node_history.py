@@ -2,37 +2,70 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.console.formatting import plural
 from paceline.filesystem.atomic_files import read_json
-from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE
+from paceline.launch.failures.failure_record import FIRST_FAILURE, LOST_NODE, Failure
 from paceline.launch.several_nodes.node_stays import AttemptNodes, NodeStay, read_node_stays
 from paceline.run_folder.run_folder import RunFolder
 
 Event = Mapping[str, Any]
+_SUDDEN_END = "its agent ended without a message"
 
 
-def describe_attempt_ends(run: RunFolder, events: Sequence[Event], *, restarts: Mapping[int, str]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """The loss of the head of an attempt: why it is thought to be gone, and the time of the last sign of it."""
+
+    reason: str
+    time: float
+
+
+def describe_attempt_ends(
+    run: RunFolder, events: Sequence[Event], *, restarts: Mapping[int, str], failures: Mapping[int, str]
+) -> dict[int, str]:
     """Return a line about each attempt that another one followed: lost nodes, lost heads, and changes of their number.
 
     `events` are those of `events.jsonl`. `restarts` has the lines about the attempts after which the run restarted by
-    itself; on one machine, these are all lines.
+    itself, and `failures` those about all attempts that failed; on one machine, these are all lines.
     """
-    lines = dict(restarts)
+    lines = {**failures, **restarts}
     for before, after in pairwise(read_node_stays(run.path)):
         own_events = _events_of(events, before.attempt)
         start = next(iter(_events_of(events, after.attempt)), None)
-        change = _describe_change(before, after)
-        if before.attempt in restarts:
-            lines[before.attempt] += f"; {change}" if change else ""
-        elif start is not None and own_events and not start.get("is_restart"):
+        if before.attempt not in restarts and start is not None and own_events and not start.get("is_restart"):
             text = _describe_end(run, before, after, own_events, start)
             if text:
-                lines[before.attempt] = f"attempt {before.attempt}: {text}{f'; {change}' if change else ''}"
-    return [lines[attempt] for attempt in sorted(lines)]
+                lines[before.attempt] = f"attempt {before.attempt}: {text}"
+        change = _describe_change(before, after)
+        if before.attempt in lines and change:
+            lines[before.attempt] += f"; {change}"
+    return dict(sorted(lines.items()))
+
+
+def find_head_losses(run: RunFolder, events: Sequence[Event]) -> dict[int, HeadLoss]:
+    """Return the attempts whose head was lost: its members recorded it, or the next attempt shows it."""
+    losses = {}
+    attempts = read_node_stays(run.path)
+    for before, after in zip_longest(attempts, attempts[1:]):
+        failure, time = _recorded_failure(run.attempt_folder(before.attempt) / FIRST_FAILURE)
+        if failure is not None:
+            reason = failure.message.partition(" is gone: ")[2]
+            if failure.kind == LOST_NODE and failure.rank == 0 and reason:
+                losses[before.attempt] = HeadLoss(reason=reason, time=time)
+            continue
+        own_events = _events_of(events, before.attempt)
+        start = next(iter(_events_of(events, after.attempt)), None) if after is not None else None
+        has_ended = any(event.get("event") == "RunEnded" for event in own_events)
+        if start is not None and own_events and not has_ended and not start.get("is_restart"):
+            losses[before.attempt] = HeadLoss(reason=_SUDDEN_END, time=_time(own_events[-1]))
+    return losses
 
 
 def _events_of(events: Sequence[Event], attempt: int) -> list[Event]:
@@ -59,21 +92,20 @@ def _describe_end(
         return text + _describe_pause(_time(start) - _time(end)) if text else ""
     resumed = start.get("resumed_from")
     origin = f"step {resumed} (disk)" if resumed else "the first step"
-    message, time = _lost_node(run.attempt_folder(before.attempt) / FIRST_FAILURE)
-    if not message:
+    failure, time = _recorded_failure(run.attempt_folder(before.attempt) / FIRST_FAILURE)
+    if failure is None:
         head = next((before.describe(stay) for stay in before.nodes if stay.node == 0), "node 0")
-        message = f"{head} is gone: its agent ended without a message; last logged step {step}"
-        time = _time(own_events[-1])
+        message, time = f"{head} is gone: {_SUDDEN_END}; last logged step {step}", _time(own_events[-1])
+    else:
+        message = failure.summary
     return f"{message}; started again from {origin}{_describe_pause(_time(start) - time)}"
 
 
-def _lost_node(path: Path) -> tuple[str, float]:
-    """Return what is recorded about the loss that ended an attempt, and when; empty if there is no such record."""
-    with suppress(OSError, ValueError, AttributeError):
-        failure = read_json(path)
-        if failure.get("kind") == LOST_NODE:
-            return str(failure.get("message")), path.stat().st_mtime
-    return "", 0.0
+def _recorded_failure(path: Path) -> tuple[Failure | None, float]:
+    """Return the failure that ended an attempt, and when; None if there is no readable record."""
+    with suppress(OSError, ValueError, msgspec.ValidationError):
+        return msgspec.convert(read_json(path), Failure), path.stat().st_mtime
+    return None, 0.0
 
 
 def _describe_change(before: AttemptNodes, after: AttemptNodes) -> str:

@@ -83,11 +83,15 @@ class NodeStays:
 
     def leave(self, node: int, reason: str) -> None:
         """Note that a node is no longer there."""
-        nodes = self._attempts[-1].nodes if self._attempts else []
-        for position, stay in enumerate(nodes):
-            if stay.node == node and not stay.left_at:
-                nodes[position] = msgspec.structs.replace(stay, left_at=_utc_now(), reason=reason)
+        for each in reversed(self._attempts[-2:]):  # one that was asked to stop may go once the next attempt has begun
+            own = [position for position, stay in enumerate(each.nodes) if stay.node == node]
+            if not own:
+                continue
+            stay = each.nodes[own[-1]]
+            if not stay.left_at:
+                each.nodes[own[-1]] = msgspec.structs.replace(stay, left_at=_utc_now(), reason=reason)
                 self._write()
+            return
 
     def _write(self) -> None:
         with suppress(OSError):
@@ -135,6 +139,10 @@ def describe_ranks(ranks: range) -> str:
     return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start}-{ranks.stop - 1}"
 
 
+def format_utc(seconds: float) -> str:
+    """Return a time in UTC, such as "2026-11-30T10:00:00Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def _utc_now() -> str:
-    """Return the time in UTC, such as "2026-11-30T10:00:00Z"."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return format_utc(time.time())
