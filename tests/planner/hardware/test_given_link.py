@@ -35,7 +35,6 @@ def write(folder: Path, *links: dict[str, object]) -> str:
         ("20 Mbit", 2.5e6),
         ("20Mbits/s", 2.5e6),
         ("20Mbps", 2.5e6),
-        ("20mbps", 2.5e6),
         ("20Mb/s", 2.5e6),
         ("1gbit", 1.25e8),
         ("20MBps", 2e7),

@@ -91,7 +91,8 @@ def _with_usual_unit(text: str) -> str:
         return text
     number, prefix, unit = match["number"], match["prefix"], match["unit"]
     prefix = "k" if prefix.lower() == "k" else prefix[:1].upper() + prefix[1:].lower()
-    is_bits = unit.lower().startswith("bit") or unit == "bps" or (unit in ("b/s", "b") and match["prefix"] in "kMGT")
+    is_usual = match["prefix"] in "kMGT"  # `mbps` is megabytes for tc, and megabits for many people
+    is_bits = unit.lower().startswith("bit") or (unit in ("bps", "b/s", "b") and is_usual)
     if is_bits and len(prefix) < 2:
         return f"{number}{prefix}bit/s"
     if unit in ("Bps", "B/s"):
