@@ -134,7 +134,9 @@ def test_why_report_and_the_run_folder_tell_which_nodes_were_there(shop: Shop) -
     assert "its agent has ended" in stays(run)[2].reason
     assert shop.run("report", "many").code == 0
     page = (run / "report.html").read_text()
-    assert "<h2>Nodes</h2>" in page and page.count("its agent has ended, or the connection to it was lost") == 1
+    for section in ("Nodes", "Failures"):
+        text = page.partition(f"<h2>{section}</h2>")[2].partition("<h2>")[0]
+        assert text.count("its agent has ended, or the connection to it was lost") == 1, (section, text)
     assert f"<td>nodes</td><td>{nodes.option}</td>" in page
 
 
