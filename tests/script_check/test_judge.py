@@ -70,6 +70,7 @@ def names(verdict: Verdict, *, notes: bool = False) -> set[str]:
 def test_a_planted_fault_is_named_and_nothing_else(recordings: Path, loop: str) -> None:
     verdict = verdict_of(recordings / loop)
     assert names(verdict) == FAULTS[loop] and verdict.exit_code == 4, verdict
+    assert names(verdict, notes=True) <= {"batch-norm"}, "what follows from the fault is no news"
     assert all("planted_loop.py:" in finding.line for finding in verdict.findings if finding.step), verdict
 
 

@@ -16,7 +16,7 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     """A summary of a tensor, or of the part of it that a rank has.
 
     The squares of the norms, the projections and the digests of all parts add up to those of the whole tensor. `part`
-    has the start and the length in each dimension; it is None for a whole tensor.
+    has the start and the length in each dimension, or is None if the rank has the whole tensor.
     """
 
     numel: int

@@ -15,8 +15,8 @@ _SAMPLER_HINT = "sampler=DistributedSampler(dataset); or draw the samples with a
 def data_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the samples of the ranks, and notes about their order."""
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
-    yield from _shared_samples(run, steps)
-    yield from _overlap(run, steps)
+    shared = list(_shared_samples(run, steps))
+    yield from shared or _overlap(run, steps)
     yield from _periods(run, steps)
 
 
