@@ -79,7 +79,7 @@ def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:
     [
         ("import torch; raise ValueError('no data')", "ended with exit code 1 before an optimizer made a step"),
         ("import torch", "without a step of a torch optimizer"),
-        ("import torch, time; time.sleep(100)", "no optimizer made a step in time"),
+        ("import torch, time; time.sleep(10000)", "no optimizer made a step in time"),
     ],
     ids=["a failure", "no step", "a hang"],
 )
