@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.script_check.recording import FOLDER_VARIABLE
+from paceline.script_check.script_process import recorded_processes
+from tests.waiting import wait_until
 
 SCRIPT = """
 import sys
@@ -50,6 +53,33 @@ def test_two_ranks_of_torchrun_are_ended_after_the_steps(tmp_path: Path) -> None
     verdict = json.loads(done.stdout)
     assert done.returncode == 0 and verdict["findings"] == [] and (verdict["ranks"], verdict["steps"]) == (2, 3), done
     assert not list(tmp_path.glob("*.jsonl")), "nothing is left in the folder of the script"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_runs_on_without_the_command_that_checks(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "train.py").write_text(TWO_RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "paceline",
+        "check",
+        "--steps",
+        "0",
+        "--out",
+        "kept",
+        "--",
+        *torchrun,
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    folder = tmp_path / "kept"
+    wait_until(lambda: len(list(folder.glob("rank-*.jsonl"))) == 2)
+    assert len(recorded_processes(folder)) >= 3
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    wait_until(lambda: recorded_processes(folder) == [])
 
 
 def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -> None:

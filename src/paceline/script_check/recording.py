@@ -10,6 +10,8 @@ from paceline.errors import UsageError
 
 FOLDER_VARIABLE = "PACELINE_SCRIPT_RECORDING"
 STEPS_VARIABLE = "PACELINE_SCRIPT_STEPS"
+CHECKER_VARIABLE = "PACELINE_SCRIPT_CHECKER"
+"""The process of `check`; without it, a recorded process ends at its next step."""
 
 
 class TensorPrint(msgspec.Struct, frozen=True, array_like=True):

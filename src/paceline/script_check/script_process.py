@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.script_check.recording import FOLDER_VARIABLE, STEPS_VARIABLE
+import psutil
+
+from paceline.launch.agent.signals import is_main_thread
+from paceline.script_check.recording import CHECKER_VARIABLE, FOLDER_VARIABLE, STEPS_VARIABLE
 
 OUTPUT_FILE = "output.log"
 _INJECTED = Path(__file__).parent / "injected"
@@ -46,16 +49,22 @@ def run_recorded(
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / OUTPUT_FILE
     path = os.pathsep.join([str(_INJECTED), *filter(None, [environ.get("PYTHONPATH", "")])])
-    own = {FOLDER_VARIABLE: str(folder.resolve()), STEPS_VARIABLE: str(steps), "PYTHONPATH": path}
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            command, env={**environ, **own}, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        is_out_of_time = _wait(process, folder, wait_seconds=wait_seconds, report=report)
-    finally:
-        _end(process)
+    own = {
+        FOLDER_VARIABLE: str(folder.resolve()),
+        STEPS_VARIABLE: str(steps),
+        CHECKER_VARIABLE: str(os.getpid()),
+        "PYTHONPATH": path,
+    }
+    with _termination_as_exit():
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                command, env={**environ, **own}, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            is_out_of_time = _wait(process, folder, wait_seconds=wait_seconds, report=report)
+        finally:
+            _end(process, folder)
     return ScriptEnd(exit_code=process.returncode, is_out_of_time=is_out_of_time, output=output)
 
 
@@ -78,27 +87,41 @@ def _wait(
     return False
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the command and all processes of its session that are left, and wait for it."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
+def recorded_processes(folder: Path) -> list[psutil.Process]:
+    """Return the processes that record into a folder, also those with a session of their own, as torchrun's workers."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(FOLDER_VARIABLE) == str(folder.resolve()):
+                found.append(process)
+    return found
+
+
+def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """End the command and all processes that it has started, and wait for it."""
+    if process.poll() is None:
+        process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-            if sent == signal.SIGKILL:
-                return
-        if not _is_group_alive(process.pid):
-            return
+    for left in recorded_processes(folder):
+        with suppress(psutil.Error):
+            left.kill()
+    process.wait()
 
 
-def _is_group_alive(group: int) -> bool:
+@contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Return a context in which SIGTERM ends this process as an exception does, so that the command is ended first."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave) if is_main_thread() else None
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def describe_command(command: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from paceline.script_check.recorder.own_gradients import OwnGradients
 from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
+    CHECKER_VARIABLE,
     FOLDER_VARIABLE,
     STEPS_VARIABLE,
     RecorderFault,
@@ -62,11 +63,15 @@ class _OptimizerRecord:
 
 
 class ScriptRecorder:
-    """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0."""
+    """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0.
 
-    def __init__(self, folder: Path, *, last_step: int) -> None:
+    If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int, checker: int = 0) -> None:
         self._folder = folder
         self._last_step = last_step
+        self._checker = checker
         self._file: int | None = None
         self._rank, self._world_size = 0, 1
         self._is_off = False
@@ -149,6 +154,8 @@ class ScriptRecorder:
         known = self._optimizers[id(optimizer)]
         known.step += 1
         self._write_step(known)
+        if self._checker and not Path("/proc", str(self._checker)).exists() and Path("/proc/self").exists():
+            os._exit(1)
         if self._last_step and known.step >= self._last_step:
             self._end_process()
 
@@ -205,7 +212,11 @@ class ScriptRecorder:
 
 def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
     """Start the recorder of this process as the environment says."""
-    return ScriptRecorder(Path(environ[FOLDER_VARIABLE]), last_step=int(environ.get(STEPS_VARIABLE, "0")))
+    return ScriptRecorder(
+        Path(environ[FOLDER_VARIABLE]),
+        last_step=int(environ.get(STEPS_VARIABLE, "0")),
+        checker=int(environ.get(CHECKER_VARIABLE, "0")),
+    )
 
 
 def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
