@@ -82,6 +82,17 @@ def test_nothing_runs_on_without_the_command_that_checks(tmp_path: Path, number:
     wait_until(lambda: recorded_processes(folder) == [])
 
 
+def test_a_stop_signal_also_ends_a_script_that_makes_no_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(10000)")
+    command = [sys.executable, "-m", "paceline", "check", "--out", "kept", "--", sys.executable, "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(lambda: len(recorded_processes(tmp_path / "kept")) == 1)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert recorded_processes(tmp_path / "kept") == []
+
+
 def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = check(tmp_path, "--steps", "0", "--out", "kept", "--", sys.executable, "train.py", "5")
