@@ -33,6 +33,8 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   report [RUN]        write a run's page
   why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
   check -- COMMAND    check a training script of any framework: check -- torchrun --nproc-per-node 2 train.py
+  record -- COMMAND   record a training script, to compare it with another: --out one; then compare one two
+  verify-script       check that a script trains on several ranks as in one process: --one '...' --many '...'
   doctor [JOB]        check this machine, or all nodes before a run: --nodes 3:host1
   submit JOB          write the file for Slurm, Kubernetes, Ray or SageMaker: --to slurm --nodes 2 --ranks-per-node 8
   ckpt ls|verify|diff|consolidate|prune [RUN]
