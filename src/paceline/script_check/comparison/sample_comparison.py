@@ -12,7 +12,7 @@ _EQUAL = 1e-9  # relative, of learning rates and other options
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """The first step at which two runs differ in something; `is_meant`: the commands ask for it, so it is no fault."""
+    """The first step at which two runs differ in something. `is_unequal_count`: one had more samples than the other."""
 
     step: int
     text: str
@@ -76,8 +76,8 @@ def _count_difference(
         hint = f"the same global batch in both commands: each rank's batch is 1/{round(ratio)} of that of one process"
         text += f": the batches of {names[more]} are {round(ratio)} times as large"
         return RunDifference(step=number, text=text, hint=hint, is_unequal_count=True)
-    has_repeated = not samples[more] - samples[1 - more] or set(samples[more]) <= set(samples[1 - more])
-    if abs(sizes[0] - sizes[1]) < world_size and has_repeated:
+    earlier = {key for step, *counted in pairs if step < number for key in counted[more]}
+    if abs(sizes[0] - sizes[1]) < world_size and set(samples[more] - samples[1 - more]) <= earlier:
         text += ": filled with samples that come again, as DistributedSampler does without drop_last"
         hint = "drop_last=True in the sampler, or a number of samples that the ranks divide"
         return RunDifference(step=number, text=text, hint=hint, is_unequal_count=True)
@@ -103,7 +103,7 @@ def setting_difference(first: ScriptRun, second: ScriptRun, names: tuple[str, st
                         f"at step {step.number}, {option} of parameter group {group} is {one[option]} in {names[0]},"
                         f" and {two[option]} in {names[1]}{_ratio(one[option], two[option])}"
                     )
-                    return RunDifference(step=step.number, text=text, hint=_setting_hint(second))
+                    return RunDifference(step=step.number, text=text, hint=_setting_hint(option, second))
     return None
 
 
@@ -118,7 +118,9 @@ def _ratio(one: Any, other: Any) -> str:
     return f", {other / one:.4g} times as much" if are_numbers and one else ""
 
 
-def _setting_hint(run: ScriptRun) -> str:
+def _setting_hint(option: str, run: ScriptRun) -> str:
+    if option != "lr":
+        return "the same options of the optimizer in both commands"
     return (
         f"a learning rate that is multiplied by the {plural(run.world_size, 'rank')}, or a scheduler that steps once"
         " for each rank, is right only if it is meant"

@@ -24,7 +24,7 @@ from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.judge.verdict import judge
 from paceline.script_check.recording import ScriptRecording, read_about
-from paceline.verification.fingerprints.compare_recordings import compare_recordings
+from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings
 from paceline.verification.fingerprints.fingerprint import Record
 
 SAME, DIFFERENT, NOT_COMPARABLE = "same", "different", "can't be compared"
@@ -179,27 +179,44 @@ def _first_difference(
     found = compare_recordings(first, second, same_ranks=False)
     difference = found.first
     if difference is None or not difference["step"] or not is_alike:
-        return difference, found.text, ()
+        return difference, _equal_text(first, second, found), ()
     if difference["kind"] != "weight":
         step = int(difference["step"])
         if not is_drift(first, second, step=step):
-            return difference, found.text, ()
-        before = compare_recordings(*([r for r in each if r.step < step] for each in (first, second)), same_ranks=False)
+            return difference, "", ()
+        first, second = ([record for record in each if record.step < step] for each in (first, second))
+        before = compare_recordings(first, second, same_ranks=False)
         note = (
             f"from step {step} on, the runs drift apart ({difference['distance']:.1e} in {difference['parameter']}), as"
             " rounding makes them do: not judged"
         )
-        return None, before.text, (note,)
+        return None, _equal_text(first, second, before), (note,)
     later = compare_recordings(without_later_weights(first), without_later_weights(second), same_ranks=False)
     end = int(later.first["step"]) if later.first else min(first[-1].step, second[-1].step) + 1
     count = end - int(difference["step"]) - 1
     if count < _MIN_LATER_STEPS:
-        return difference, found.text, ()
+        return difference, "", ()
     note = (
         f"weights of {difference['parameter']} differ from step {difference['step']} on, and no gradient of the next"
         f" {plural(count, 'step')} does: they have no effect, and are not judged"
     )
-    return later.first, later.text, (note,)
+    return later.first, _equal_text(first, second, later), (note,)
+
+
+def _equal_text(first: Sequence[Record], second: Sequence[Record], found: Comparison) -> str:
+    """Return how far the gradients of runs without a difference are apart; those that are only rounding don't count."""
+    by_key = {(record.step, record.optimizer): record for record in second}
+    distances = [
+        each.distance(by_key[record.step, record.optimizer].gradients[name])
+        for record in first
+        if (record.step, record.optimizer) in by_key
+        for name, each in record.gradients.items()
+        if name in by_key[record.step, record.optimizer].gradients and name not in found.unjudged
+    ]
+    steps = plural(found.steps, "step")
+    if found.verdict == "bitwise":
+        return f"bitwise, {steps}"
+    return f"equal up to rounding, {steps}; gradients differ by at most {max(distances, default=0.0):.1e} of their norm"
 
 
 def _answer_without_difference(

@@ -36,7 +36,10 @@ class _BatchQueue:
         self._waiting: list[Rows] = []
 
     def take(self, num_rows: int) -> Rows | None:
-        """Return the next batches, at least `num_rows` rows if there are so many; None at the end."""
+        """Return the next `num_rows` rows, fewer if there are not so many; None at the end.
+
+        If a batch has more rows than are taken, the rest is left out: it may have filled an uneven end.
+        """
         taken: list[Rows] = []
         while sum(len(next(iter(rows.values()))) for rows in taken) < num_rows:
             if not self._waiting:
@@ -45,7 +48,7 @@ class _BatchQueue:
             if not self._waiting:
                 break
             taken.append(self._waiting.pop(0))
-        return join_rows(taken) if taken else None
+        return {path: rows[:num_rows] for path, rows in join_rows(taken).items()} if taken else None
 
 
 class FedBatches:
