@@ -29,7 +29,7 @@ from paceline.script_check.recording import (
     KEEP_VARIABLE,
     STEPS_VARIABLE,
     ScriptRecording,
-    write_about,
+    write_origin,
 )
 
 BATCH, CLASSES, LENGTH, SAMPLES = 8, 5, 6, 51
@@ -120,7 +120,7 @@ def run_loop(kind: str, folder: Path, *, name: str) -> None:
     """Train in a process of its own, because the recorder has hooks on all modules and optimizers."""
     world_size = 1 if name == "one" else 2
     if name != "plain":
-        write_about(folder / name, ScriptRecording(command=(name,), steps=0, fed="" if name == "many" else "many"))
+        write_origin(folder / name, ScriptRecording(command=(name,), steps=0, fed="" if name == "many" else "many"))
         exchange = {KEEP_VARIABLE: "1"} if name == "many" else {FEED_VARIABLE: str(folder / "many")}
         start_recorder({**os.environ, FOLDER_VARIABLE: str(folder / name), STEPS_VARIABLE: "0", **exchange})
     rank = int(os.environ["RANK"])

@@ -47,8 +47,8 @@ def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
 
 def check_script(command: list[str], options: CheckOptions, folder: Path) -> tuple[Verdict, list[str]]:
     """Record a command into `folder`, and return the verdict and the classes around the model."""
-    about = ScriptRecording(command=tuple(command), steps=options.steps)
-    recorded = record_script(about, folder=folder, wait_seconds=options.wait)
+    origin = ScriptRecording(command=tuple(command), steps=options.steps)
+    recorded = record_script(origin, folder=folder, wait_seconds=options.wait)
     if not recorded.run.steps:
         return _nothing_recorded(recorded), []
     verdict = judge(recorded.run)

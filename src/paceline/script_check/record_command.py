@@ -9,7 +9,7 @@ from paceline.console.formatting import plural
 from paceline.errors import ExitCode, UsageError
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.recorded_script import RecordedScript, record_script, refuse_options
-from paceline.script_check.recording import ScriptRecording, has_batches, read_about
+from paceline.script_check.recording import ScriptRecording, has_batches, read_origin
 from paceline.script_check.script_process import describe_command
 
 
@@ -35,7 +35,7 @@ class RecordOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSummary:
-    """What was recorded; its fields are the keys of `--json`. `exit_code` is 0, or 5 if the recording is not whole."""
+    """The summary of a recording; its fields are the keys of `--json`. `exit_code` is 5 if it is not whole, else 0."""
 
     exit_code: int
     out: str
@@ -47,14 +47,14 @@ class RecordedSummary:
 def run_verb(options: RecordOptions, command: list[str]) -> VerbOutput:
     """Run the verb; `command` is what follows `--`. Return the exit code, the value for `--json`, and the text."""
     refuse_options(steps=options.steps, wait=options.wait, out=options.out)
-    about = ScriptRecording(
+    origin = ScriptRecording(
         command=tuple(command),
         steps=options.steps,
         seed=options.seed,
         has_batches=options.batches,
         fed="" if options.feed is None else refuse_feed(options.feed),
     )
-    recorded = record_script(about, folder=Path(options.out), wait_seconds=options.wait)
+    recorded = record_script(origin, folder=Path(options.out), wait_seconds=options.wait)
     reason = recorded.reason or recorder_fault(recorded.run)
     summary = RecordedSummary(
         exit_code=int(ExitCode.NOT_JUDGED if reason else ExitCode.DONE),
@@ -63,7 +63,7 @@ def run_verb(options: RecordOptions, command: list[str]) -> VerbOutput:
         steps=recorded.run.last_step,
         reason=reason,
     )
-    return summary.exit_code, asdict(summary), _describe(summary, recorded, about)
+    return summary.exit_code, asdict(summary), _describe(summary, recorded, origin)
 
 
 def recorder_fault(run: ScriptRun) -> str:
@@ -77,7 +77,7 @@ def refuse_feed(feed: str) -> str:
     Raises:
         UsageError: it has none.
     """
-    if read_about(Path(feed)) is None or not has_batches(Path(feed)):
+    if read_origin(Path(feed)) is None or not has_batches(Path(feed)):
         raise UsageError(
             f"--feed {feed} is no recording with batches.",
             cause="batches are kept only on request",
@@ -86,10 +86,10 @@ def refuse_feed(feed: str) -> str:
     return feed
 
 
-def _describe(summary: RecordedSummary, recorded: RecordedScript, about: ScriptRecording) -> str:
+def _describe(summary: RecordedSummary, recorded: RecordedScript, origin: ScriptRecording) -> str:
     around = f", {', '.join(recorded.wrappers)}" if recorded.wrappers else ""
-    fed = f", with the batches of {about.fed}" if about.fed else ""
-    lines: list[Any] = [describe_command(about.command)]
+    fed = f", with the batches of {origin.fed}" if origin.fed else ""
+    lines: list[Any] = [describe_command(origin.command)]
     if summary.steps:
         lines.append(f"{plural(summary.steps, 'step')} of {plural(summary.ranks, 'rank')}{around}{fed}: {summary.out}")
     if summary.reason:

@@ -38,7 +38,7 @@ def refuse_options(*, steps: int, wait: float, out: str | None) -> None:
         raise UsageError(f"--out {out} is not an empty folder.", hint="--out with a new folder")
 
 
-def record_script(about: ScriptRecording, *, folder: Path, wait_seconds: float) -> RecordedScript:
+def record_script(origin: ScriptRecording, *, folder: Path, wait_seconds: float) -> RecordedScript:
     """Run a command with the recorder in it, and read what it recorded into `folder`.
 
     Raises:
@@ -46,7 +46,7 @@ def record_script(about: ScriptRecording, *, folder: Path, wait_seconds: float) 
     """
     try:
         end = run_recorded(
-            about,
+            origin,
             folder=folder,
             wait_seconds=wait_seconds,
             environ=os.environ,
@@ -54,12 +54,12 @@ def record_script(about: ScriptRecording, *, folder: Path, wait_seconds: float) 
         )
     except OSError as error:
         raise UsageError(
-            f"{about.command[0]} can't be started: {error.strerror}.", hint="-- torchrun --nproc-per-node 2 train.py"
+            f"{origin.command[0]} can't be started: {error.strerror}.", hint="-- torchrun --nproc-per-node 2 train.py"
         ) from None
     run = read_script_run(folder)
     if not run.steps:
         return RecordedScript(run=run, reason=_nothing_recorded(end))
-    reason = _missing_ranks(run, about.command)
+    reason = _missing_ranks(run, origin.command)
     if end.exit_code and not end.is_out_of_time and not has_reached_last_step(folder, run.world_size):
         failure = f"the command failed with exit code {end.exit_code} after {plural(run.last_step, 'step')}"
         reason = failure + _shown_output(end)

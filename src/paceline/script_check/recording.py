@@ -19,7 +19,7 @@ KEEP_VARIABLE = "PACELINE_SCRIPT_KEEP_BATCHES"
 FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
 """The folder of a recording whose batches the script gets in place of its own."""
 BATCH_FOLDER = "batches"
-_ABOUT_FILE = "script.json"
+_ORIGIN_FILE = "script.json"
 
 
 class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
@@ -113,19 +113,19 @@ class ScriptRecording(msgspec.Struct, frozen=True, kw_only=True):
     """The folder of the recording whose batches it got."""
 
 
-def write_about(folder: Path, about: ScriptRecording) -> None:
+def write_origin(folder: Path, origin: ScriptRecording) -> None:
     """Write the origin of a recording."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _ABOUT_FILE).write_bytes(msgspec.json.encode(about))
+    (folder / _ORIGIN_FILE).write_bytes(msgspec.json.encode(origin))
 
 
-def read_about(folder: Path) -> ScriptRecording | None:
+def read_origin(folder: Path) -> ScriptRecording | None:
     """Return the origin of a recording of a script; None if the folder has none.
 
     Raises:
         UsageError: the file can't be read.
     """
-    file = folder / _ABOUT_FILE
+    file = folder / _ORIGIN_FILE
     if not file.is_file():
         return None
     try:

@@ -21,7 +21,7 @@ from paceline.script_check.recording import (
     SEED_VARIABLE,
     STEPS_VARIABLE,
     ScriptRecording,
-    write_about,
+    write_origin,
 )
 
 OUTPUT_FILE = "output.log"
@@ -40,7 +40,7 @@ class ScriptEnd:
 
 
 def run_recorded(
-    about: ScriptRecording,
+    origin: ScriptRecording,
     *,
     folder: Path,
     wait_seconds: float,
@@ -54,24 +54,24 @@ def run_recorded(
     Raises:
         FileNotFoundError, PermissionError: the command can't be started.
     """
-    write_about(folder, about)
+    write_origin(folder, origin)
     output = folder / OUTPUT_FILE
     path = os.pathsep.join([str(_INJECTED), *filter(None, [environ.get("PYTHONPATH", "")])])
     own = {
         FOLDER_VARIABLE: str(folder.resolve()),
-        STEPS_VARIABLE: str(about.steps),
+        STEPS_VARIABLE: str(origin.steps),
         CHECKER_VARIABLE: str(os.getpid()),
-        SEED_VARIABLE: "" if about.seed is None else str(about.seed),
-        KEEP_VARIABLE: "1" if about.has_batches else "",
-        FEED_VARIABLE: str(Path(about.fed).resolve()) if about.fed else "",
+        SEED_VARIABLE: "" if origin.seed is None else str(origin.seed),
+        KEEP_VARIABLE: "1" if origin.has_batches else "",
+        FEED_VARIABLE: str(Path(origin.fed).resolve()) if origin.fed else "",
         "PYTHONPATH": path,
     }
-    if about.seed is not None:
-        own["PYTHONHASHSEED"] = str(about.seed)
+    if origin.seed is not None:
+        own["PYTHONHASHSEED"] = str(origin.seed)
     with _termination_as_exit():
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                about.command, env={**environ, **own}, start_new_session=True,
+                origin.command, env={**environ, **own}, start_new_session=True,
                 stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         try:

@@ -71,21 +71,21 @@ def _verify(
     one: tuple[str, ...], many: tuple[str, ...], options: VerifyScriptOptions, folder: Path
 ) -> ScriptComparison:
     """Record both commands into `folder`, and compare them."""
-    about = ScriptRecording(command=many, steps=options.steps, seed=options.seed, has_batches=True)
+    origin = ScriptRecording(command=many, steps=options.steps, seed=options.seed, has_batches=True)
     print_line(f"many: {shlex.join(many)}", sys.stderr)
-    reason = _record(about, folder / "many", options.wait)
+    reason = _record(origin, folder / "many", options.wait)
     if not reason:
         fed = str(folder / "many") if has_batches(folder / "many") else ""
-        about = ScriptRecording(command=one, steps=options.steps, seed=options.seed, fed=fed)
+        origin = ScriptRecording(command=one, steps=options.steps, seed=options.seed, fed=fed)
         print_line(f"one: {shlex.join(one)}", sys.stderr)
-        reason = _record(about, folder / "one", options.wait)
+        reason = _record(origin, folder / "one", options.wait)
     if reason:
         return ScriptComparison(exit_code=int(ExitCode.NOT_JUDGED), verdict=NOT_COMPARABLE, cause=reason)
     return compare_scripts(folder / "one", folder / "many")
 
 
-def _record(about: ScriptRecording, folder: Path, wait: float) -> str:
+def _record(origin: ScriptRecording, folder: Path, wait: float) -> str:
     """Record a command; return why the recording is not whole, or ""."""
-    recorded = record_script(about, folder=folder, wait_seconds=wait)
+    recorded = record_script(origin, folder=folder, wait_seconds=wait)
     reason = recorded.reason or recorder_fault(recorded.run)
     return f"{folder.name}: {reason}" if reason else ""

@@ -8,12 +8,12 @@ from paceline.commands.compare import run_verb as compare_runs
 from paceline.console.output import print_line
 from paceline.errors import UsageError
 from paceline.script_check.comparison.script_comparison import compare_scripts
-from paceline.script_check.recording import read_about
+from paceline.script_check.recording import read_origin
 
 
 def run_verb(options: CompareOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, the value for `--json`, and the text."""
-    scripts = [read_about(Path(run)) is not None for run in options.runs]
+    scripts = [read_origin(Path(run)) is not None for run in options.runs]
     if options.layouts or not any(scripts):
         return compare_runs(options, settings)
     if not all(scripts) or len(scripts) != 2:

@@ -1,4 +1,4 @@
-"""Why the gradients of two runs differ although both had the same samples."""
+"""The likely cause of a difference between the gradients of two runs that had the same samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

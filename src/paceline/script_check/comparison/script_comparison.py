@@ -23,7 +23,7 @@ from paceline.script_check.comparison.script_records import comparable_records, 
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.judge.verdict import judge
-from paceline.script_check.recording import ScriptRecording, read_about
+from paceline.script_check.recording import ScriptRecording, read_origin
 from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings
 from paceline.verification.fingerprints.fingerprint import Record
 
@@ -69,7 +69,7 @@ class _Recorded:
 
     name: str
     run: ScriptRun
-    about: ScriptRecording
+    origin: ScriptRecording
     faults: Sequence[ScriptFinding]
 
 
@@ -112,10 +112,10 @@ def compare_scripts(one: Path, other: Path) -> ScriptComparison:
 
 
 def _read(path: Path) -> _Recorded:
-    run, about = read_script_run(path), read_about(path)
-    assert about is not None
+    run, origin = read_script_run(path), read_origin(path)
+    assert origin is not None
     faults = [finding for finding in judge(run).findings if not finding.is_note] if run.steps else []
-    return _Recorded(path.name or str(path), run, about, faults)
+    return _Recorded(path.name or str(path), run, origin, faults)
 
 
 def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) -> _Answer:
@@ -232,7 +232,7 @@ def _answer_without_difference(
     if samples is not None:
         return _by_samples(samples)
     counts = first.run.last_step, second.run.last_step
-    if counts[0] != counts[1] and not (first.about.steps or second.about.steps):
+    if counts[0] != counts[1] and not (first.origin.steps or second.origin.steps):
         cause = f"{text}; then {first.name} ends after {counts[0]} steps, and {second.name} after {counts[1]}"
         return _Answer(verdict=DIFFERENT, cause=cause, hint="the same drop_last, epochs and batch size", notes=notes)
     return _Answer(verdict=SAME, cause=text, notes=notes)
@@ -253,7 +253,7 @@ def _has_fed_inputs_alone(run: ScriptRun) -> bool:
 def _summary(recorded: _Recorded) -> str:
     run = recorded.run
     count = sum(samples_of(run.steps[0]).values()) if run.steps else 0
-    fed = f", with the batches of {Path(recorded.about.fed).name}" if recorded.about.fed else ""
+    fed = f", with the batches of {Path(recorded.origin.fed).name}" if recorded.origin.fed else ""
     steps, ranks = plural(run.last_step, "step"), plural(run.world_size, "rank")
     return f"{recorded.name}: {steps} of {ranks}, {plural(count, 'sample')} in the first step{fed}"
 

@@ -17,7 +17,7 @@ Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class BatchExchange:
-    """What goes in and out of the loaders and models of this process.
+    """The exchange of batches between a recording and the loaders and models of this process.
 
     `keep_in` is the folder for their batches, `feed_from` the recording whose batches they get, `rank()` the rank of
     this process, and `next_step()` the number of the step that comes next.

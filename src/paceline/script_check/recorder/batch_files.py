@@ -59,12 +59,12 @@ def batch_rows(batch: Any, *, is_data: IsData) -> dict[str, Tensor]:
     """Return the tensors of a batch that have a row for each sample, by their place in the batch."""
     found: dict[str, Tensor] = {}
 
-    def see(path: str, leaf: Any) -> Any:
+    def keep_tensor(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.layout == torch.strided and is_data(leaf):
             found[path] = leaf
         return leaf
 
-    map_leaves(batch, see, is_leaf=_is_tensor, path="")
+    map_leaves(batch, keep_tensor, is_leaf=_is_tensor, path="")
     num_rows = next((len(tensor) for tensor in found.values()), 0)
     return {path: tensor for path, tensor in found.items() if num_rows and len(tensor) == num_rows}
 

@@ -69,7 +69,10 @@ class FedBatches:
         return batch if rows is None else replace_rows(batch, _checked(rows, own))
 
     def for_model(self, module: str, step: int, arguments: Any, *, is_data: IsData, own_outputs: set[int]) -> Any:
-        """Return the arguments of a model, args and kwargs, in place of its own; None if its own have the same samples.
+        """Return the arguments of a model, args and kwargs, in place of its own.
+
+        They are None if its own have the same samples, or more than the step of the recording: then the batches of the
+        two scripts are not alike, which the comparison of the samples shows.
 
         Raises:
             ValueError: the model has other inputs than that of the recording.
@@ -81,7 +84,7 @@ class FedBatches:
             (module, step), _BatchQueue(self._folder, lambda number: forward_key(module, step, number))
         )
         rows = queue.take(_num_rows(own))
-        if rows is None:
+        if rows is None or _num_rows(rows) < _num_rows(own):
             return None
         fed = replace_rows(arguments, _checked(rows, own))
         keys = [sample_keys(*each, own_outputs=own_outputs) or [] for each in (arguments, fed)]

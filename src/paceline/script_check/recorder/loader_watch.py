@@ -5,21 +5,21 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-SeeBatch = Callable[[int, int, Any], Any]
+ExchangeBatch = Callable[[int, int, Any], Any]
 
 
 class _WatchedIterator:
-    """An iterator over a data loader that passes each batch through `see`; it has all attributes of the loader's."""
+    """An iterator over a data loader that passes each batch through `exchange`. It has the attributes of `inner`."""
 
-    def __init__(self, inner: Iterator[Any], see: Callable[[Any], Any]) -> None:
+    def __init__(self, inner: Iterator[Any], exchange: Callable[[Any], Any]) -> None:
         self._inner = inner
-        self._see = see
+        self._exchange = exchange
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._see(next(self._inner))
+        return self._exchange(next(self._inner))
 
     def __len__(self) -> int:
         length: int = len(self._inner)  # type: ignore[arg-type]
@@ -29,8 +29,8 @@ class _WatchedIterator:
         return getattr(self._inner, name)
 
 
-def watch_loaders(see: SeeBatch) -> None:
-    """Replace each batch of each data loader by `see(loader, number, batch)` from now on.
+def watch_loaders(exchange: ExchangeBatch) -> None:
+    """Replace each batch of each data loader by `exchange(loader, number, batch)` from now on.
 
     Loaders are counted in the order in which the script begins to use them, and their batches through all epochs.
     """
@@ -43,10 +43,10 @@ def watch_loaders(see: SeeBatch) -> None:
         if place == len(loaders):
             loaders.append(loader)
 
-        def see_next(batch: Any) -> Any:
+        def exchange_next(batch: Any) -> Any:
             counts[place] = counts.get(place, -1) + 1
-            return see(place, counts[place], batch)
+            return exchange(place, counts[place], batch)
 
-        return _WatchedIterator(iterate(loader), see_next)
+        return _WatchedIterator(iterate(loader), exchange_next)
 
     DataLoader.__iter__ = watched  # type: ignore[method-assign]
