@@ -24,7 +24,7 @@ DIFFERENT = {
     "accumulation not divided": "the 2 backward passes of a step: the loss is not divided by them",
     "a scaled learning rate": "lr of parameter group 0 is 0.01 in one, and 0.02 in many, 2 times as much",
     "another weight decay": "weight_decay of parameter group 0 is 0.1 in one, and 0.05 in many",
-    "a mean of means": "one weights what the ranks of many computed by (",
+    "a mean of means": "in one, and equally in many: a mean of means",
     "batch norm": "batch norms, as norm, use the statistics of their rank's own samples",
     "batches of the same size": "the batches of many are 2 times as large",
     "a filled end": "filled with samples that come again, as DistributedSampler does without drop_last",
