@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.script_check.recorded_script import _first_traceback
+
 SCRIPT = """
 import sys
 import torch
@@ -117,3 +119,19 @@ def test_two_ranks_of_a_script_are_the_same_training_as_one(tmp_path: Path) -> N
     done = paceline(tmp_path, "verify-script", "--steps", "3", "--one", one, "--many", wrong, "--json")
     assert done.returncode == 4 and "8 times those of one" in json.loads(done.stdout)["cause"], done
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "wrong.py"]
+
+
+def test_the_exception_of_a_long_traceback_is_shown() -> None:
+    frames = [f'[rank1]:   File "{number}.py", line 1, in f' for number in range(50)]
+    other = "[rank0]: Traceback (most recent call last):"
+    lines = [
+        "before",
+        "[rank1]: Traceback (most recent call last):",
+        *frames,
+        other,
+        "[rank1]: ValueError: no",
+        "after",
+    ]
+    shown = _first_traceback(lines)
+    assert shown[0] == lines[1] and shown[-1] == "[rank1]: ValueError: no" and len(shown) == 20 and other not in shown
+    assert _first_traceback(["nothing"]) == []

@@ -14,6 +14,7 @@ from paceline.script_check.recording import ScriptRecording, has_reached_last_st
 from paceline.script_check.script_process import ScriptEnd, run_recorded
 
 _NUM_OUTPUT_LINES = 20  # of the command, shown if it fails
+_TRACEBACK = "Traceback (most recent call last)"
 _COUNT_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "-np")
 
 
@@ -100,6 +101,20 @@ def _missing_ranks(run: ScriptRun, command: Sequence[str]) -> str:
 def _shown_output(end: ScriptEnd) -> str:
     """Return the first traceback that the command printed, or its last lines."""
     lines = end.output.read_text(errors="replace").splitlines()
-    starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    lines = lines[starts[0] : starts[0] + _NUM_OUTPUT_LINES] if starts else lines[-_NUM_OUTPUT_LINES:]
+    lines = _first_traceback(lines) or lines[-_NUM_OUTPUT_LINES:]
     return "\n".join(["", "The command printed:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _first_traceback(lines: Sequence[str]) -> list[str]:
+    """Return the first traceback with its exception, of a long one the end; lines of other ranks may lie between."""
+    start = next((number for number, line in enumerate(lines) if _TRACEBACK in line), len(lines))
+    found = list[str]()
+    prefix = lines[start].partition(_TRACEBACK)[0] if start < len(lines) else ""
+    for line in lines[start:]:
+        if line.startswith(prefix):
+            found.append(line)
+            text = line[len(prefix) :]
+            if len(found) > 1 and text and not text.startswith(" "):
+                break
+    middle = ["  ..."] if len(found) > _NUM_OUTPUT_LINES else []
+    return [*found[:1], *middle, *found[1:][-_NUM_OUTPUT_LINES + 2 :]]

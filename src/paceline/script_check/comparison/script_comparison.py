@@ -54,7 +54,8 @@ class ScriptComparison:
     def text(self) -> str:
         """The result for a person."""
         lines = [*self.runs, *(f"WRONG  {finding}" for finding in self.findings)]
-        lines += [f"samples: {self.samples}", *(f"note   {note}" for note in self.notes)]
+        lines += [f"samples: {self.samples}"] if self.samples else []
+        lines += [f"note   {note}" for note in self.notes]
         word = {SAME: "SAME TRAINING", DIFFERENT: "DIFFERENT", NOT_COMPARABLE: "CAN'T BE COMPARED"}[self.verdict]
         where = f"first at step {self.step}{f' in {self.parameter}' if self.parameter else ''}: " if self.step else ""
         lines.append(f"{word}: {where}{self.cause}")
