@@ -118,8 +118,8 @@ def _unequal_weights(reference: _Gradients, other: _Gradients, called: tuple[str
         if rest < _NEAR and np.max(np.abs(weights - mean)) > _NEAR * abs(mean):
             shares = ", ".join(f"{value:.3g}" for value in weights / weights.sum())
             return Cause(
-                text=f"the {word} of {called[1]} count as ({shares}) in {called[0]}, and equally in {called[1]}: a mean of"
-                " means, each divided by its own count of tokens or samples",
+                text=f"the {word} of {called[1]} count as ({shares}) in {called[0]}, and equally in {called[1]}: a mean"
+                " of means, each divided by its own count of tokens or samples",
                 hint="divide the sum of the loss by the count of all ranks and passes",
             )
     return None
