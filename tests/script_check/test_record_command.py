@@ -135,3 +135,11 @@ def test_the_exception_of_a_long_traceback_is_shown() -> None:
     shown = _first_traceback(lines)
     assert shown[0] == lines[1] and shown[-1] == "[rank1]: ValueError: no" and len(shown) == 20 and other not in shown
     assert _first_traceback(["nothing"]) == []
+
+
+def test_the_traceback_of_the_launcher_is_not_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('Key pdrop is not in struct')\nsys.exit(1)\n")
+    command = [*TORCHRUN.split(), "2", "train.py"]
+    done = paceline(tmp_path, "record", "--out", "failed", "--", *command)
+    assert done.returncode == 5 and "Key pdrop is not in struct" in done.stderr + done.stdout, done
+    assert "Traceback" not in done.stderr + done.stdout

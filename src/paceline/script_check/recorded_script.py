@@ -14,6 +14,7 @@ from paceline.script_check.recording import ScriptRecording, has_reached_last_st
 from paceline.script_check.script_process import ScriptEnd, run_recorded
 
 _NUM_OUTPUT_LINES = 20  # of the command, shown if it fails
+_LAUNCHER_ERROR = "ChildFailedError"  # of torchrun
 _TRACEBACK = "Traceback (most recent call last)"
 _COUNT_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "-np")
 
@@ -101,7 +102,10 @@ def _missing_ranks(run: ScriptRun, command: Sequence[str]) -> str:
 def _shown_output(end: ScriptEnd) -> str:
     """Return the first traceback that the command printed, or its last lines."""
     lines = end.output.read_text(errors="replace").splitlines()
-    lines = _first_traceback(lines) or lines[-_NUM_OUTPUT_LINES:]
+    traceback = _first_traceback(lines)
+    if traceback and _LAUNCHER_ERROR in traceback[-1]:  # it only says that a rank failed, and the rank said why before
+        lines, traceback = lines[: lines.index(traceback[0])], []
+    lines = traceback or lines[-_NUM_OUTPUT_LINES:]
     return "\n".join(["", "The command printed:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
