@@ -47,11 +47,13 @@ class LockstepComparison:
         self._last_gradient: Mapping[str, Tensor] = {}  # the reference's gradient in the step before
         self._had_positive_lr: dict[str, bool] = {}  # by parameter with a gradient: was its learning rate ever above 0?
         self._has_compared_update = self._has_changed_weights = self._had_zero_lr = False
-        self._coverage = None if reference is None else CoverageRecorder(reference, replicas=setup.plan.replicas)
+        self._coverage: CoverageRecorder | None = None
         self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
         """Compare the step at each cursor until one differs, and return the result on every rank."""
+        if self._reference is not None:
+            self._coverage = CoverageRecorder(self._reference, replicas=self._setup.plan.replicas)
         self._compare_initial_state()
         for number, cursor in enumerate(cursors, 1):
             position = RunPosition(steps_done=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
