@@ -95,7 +95,8 @@ class VerifyOptions(StartOptions):
     steps: int = 3
     """Number of steps to compare."""
     against: str = "single"
-    """The reference: single, a naive training loop in one process."""
+    """The reference: single, a naive training loop in one process; another layout, for a model that no single process
+    holds; or the folder of a run that an earlier `verify --against` or `pl.record` has recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from paceline.commands.command_table import CompareOptions, VerbOutput
-from paceline.commands.common.compare_layouts import (
+from paceline.commands.common.comparisons.compare_layouts import (
     LayoutComparison,
     compare_layouts,
     page_line,

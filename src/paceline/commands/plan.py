@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.commands.command_table import VerbOutput
-from paceline.commands.common.compare_layouts import page_line
+from paceline.commands.common.comparisons.compare_layouts import page_line
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,

@@ -19,7 +19,7 @@ from paceline.commands import plan as plan_verb
 from paceline.commands import simulate as simulate_verb
 from paceline.commands import train as train_verb
 from paceline.commands import verify as verify_verb
-from paceline.commands.common.compare_layouts import LayoutComparison, compare_layouts
+from paceline.commands.common.comparisons.compare_layouts import LayoutComparison, compare_layouts
 from paceline.commands.common.execution import CommandOutcome, RunOptions
 from paceline.commands.common.python_result import Result
 from paceline.config.job_reference import OBJECT_PREFIX
@@ -113,7 +113,8 @@ def verify(
 
     Args:
         steps: how many steps are compared.
-        against: the reference. The only one is `single`, a naive training loop in one process.
+        against: the reference: `single`, a naive training loop in one process; another layout; or the folder of a
+            recorded run.
         job, ranks, settings and the others: as in `train`.
 
     Returns:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.commands.command_table import VerbOutput, VerifyOptions
+from paceline.commands.common.comparisons.verify_against import verify_against
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
@@ -36,7 +37,7 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandOutcome:
-    """Compare the training of `job` in a layout with that in one process.
+    """Compare the training of `job` in a layout with that in one process, or with `against`, a layout or a recording.
 
     The exit code is 4 if they differ, and 1 if nothing could be compared.
     """
@@ -44,7 +45,7 @@ def verify(
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
     if against != "single":
-        raise UsageError(f"verify --against {against} is not supported yet.", hint="--against single")
+        return verify_against(job, common=common, overrides=overrides, steps=steps, against=against)
     if is_auto(common.layout):
         common, overrides = _choose_auto_layout(job, common, overrides)
     update = parse_update(common.update)

@@ -50,19 +50,21 @@ def verify_answer(
     compress: str = "none",
     micro_batch_size: int = 0,
     not_exercised: Sequence[str] = (),
+    reference: str = "",
 ) -> dict[str, Any]:
     """Return the answer as JSON. Its verdict is the worst of all rungs, or undecided if none compared the layout.
 
-    `not_exercised` limits what a good verdict says, and is left out with any other verdict.
+    `not_exercised` limits what a good verdict says, and is left out with any other verdict. `reference` is what the
+    layout is compared with, if not one process; then each rung compares the layout.
     """
     results = [rung.result for rung in rungs]
     worst = max(results, key=lambda r: (VERDICTS.index(r.verdict), r.max_difference / (r.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""  # what the reference does serially
     # the first rung compares one process with itself, not with the layout
-    is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[1:])
+    is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[0 if reference else 1 :])
     answer = {
         "verdict": worst.verdict if is_decided else UNDECIDED,
-        "reference": f"serial {rule}" if rule else "single",
+        "reference": reference or (f"serial {rule}" if rule else "single"),
         "layout": layout,
         "update": update,
         "compress": compress,
@@ -103,14 +105,14 @@ def _verdict_sentence(answer: dict[str, Any]) -> str:
     if first is not None:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     if answer["verdict"] == UNDECIDED:
-        return "UNDECIDED: nothing could be compared with one process, for the reason above"
+        return f"UNDECIDED: nothing could be compared with {_reference_text(answer)}, for the reason above"
     meaning = (
         "bit for bit"
         if answer["verdict"] == "bitwise"
         else "equal up to rounding: no tensor differs by more than its noise floor"
     )
     ranks = plural(answer["ranks"], "rank")
-    process = f"one process{_rule_suffix(answer)}"
+    process = _reference_text(answer)
     if answer["by_micro"]:  # with other microbatches, one process may train differently
         process += f" in microbatches of {answer['micro_batch_size']}"
     sentence = f"{answer['layout']} on {ranks} is the same training as {process}: {answer['verdict']} ({meaning})"
@@ -119,8 +121,12 @@ def _verdict_sentence(answer: dict[str, Any]) -> str:
     return f"{sentence}, except what is not covered" if any(rung["left_out"] for rung in answer["rungs"]) else sentence
 
 
-def _rule_suffix(answer: dict[str, Any]) -> str:
-    return "" if answer["reference"] == "single" else f" that does {answer['reference'].removeprefix('serial ')}"
+def _reference_text(answer: dict[str, Any]) -> str:
+    reference: str = answer["reference"]
+    if reference == "single":
+        return "one process"
+    rule = reference.removeprefix("serial ")
+    return reference if rule == reference else f"one process that does {rule}"
 
 
 def _format_distance(value: float) -> str:

@@ -2,8 +2,6 @@
 
 Start with `execution.py`.
 
-- `compare_layouts.py`: `compare JOB --layouts A B C`: trains the job in each layout, on the same samples in the same
-  microbatches.
 - `devices.py`: Checks of the requested ranks and devices against this machine and the launcher's world.
 - `dry_run.py`: The checks that `--dry-run` adds to those of `make_task`: the run folder, the run to resume, and the
   sinks.
@@ -28,4 +26,5 @@ Start with `execution.py`.
 - `resume_command.py`: The command that resumes a run: its job, run folder, ranks, device, layout, update rule,
   compression and settings.
 - `start_folder.py`: The run folder of a command that starts processes: which one it is, and whether it can be written.
+- `comparisons/`: Comparisons of layouts with each other: side by side, or one as the reference of another.
 """

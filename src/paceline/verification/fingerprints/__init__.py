@@ -8,4 +8,6 @@ Start with `record.py`.
 - `ill_conditioned.py`: Find parameters whose gradient is only rounding, so that two recordings cannot be judged by
   them.
 - `record.py`: `pl.record`: write fingerprints of each step of any training loop, with two added lines.
+- `record_layout.py`: One rank of a recorded layout: train a few steps, and write fingerprints of the whole gradients
+  and weights.
 """

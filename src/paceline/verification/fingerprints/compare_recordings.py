@@ -34,6 +34,8 @@ class Comparison:
     first: dict[str, Any] | None = None
     unjudged: tuple[str, ...] = ()
     recorded: tuple[int, int] = (0, 0)
+    max_distance: float = 0.0
+    """The largest relative distance of two tensors, if none differs by more than rounding."""
 
 
 def compare_recordings(
@@ -78,7 +80,7 @@ def compare_recordings(
         f"{verdict}: {plural(steps, 'step')}, differing by at most "
         f"{worst:.1e}{_unjudged_note(unjudged)}{_uncompared_note(steps, recorded)}"
     )
-    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
+    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded, max_distance=worst)
 
 
 def first_rank_difference(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:

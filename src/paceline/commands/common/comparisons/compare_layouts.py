@@ -69,8 +69,8 @@ def compare_layouts(
         return _dry_run_result(tasks, refused, layouts)
     outcomes: dict[str, tuple[Task, CommandOutcome]] = {}
     micro_batch_size: int | None = None
-    for name, task in sorted(tasks.items(), key=lambda item: -_num_replicas(item[1])):
-        task = assign_run_folder(_set_micro_batch_size(task, micro_batch_size), resume=None)
+    for name, task in sorted(tasks.items(), key=lambda item: -num_replicas(item[1])):
+        task = assign_run_folder(set_micro_batch_size(task, micro_batch_size), resume=None)
         if not common.quiet:
             print_line(f"{name}: {task.run}")
         outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
@@ -189,7 +189,7 @@ def _make_layout_task(job: str, name: str, common: RunOptions, overrides: Sequen
     return replace(make_task("compare", job, options, overrides), options={"steps": steps})
 
 
-def _num_replicas(task: Task) -> int:
+def num_replicas(task: Task) -> int:
     """Return the replica count. The layout with most replicas runs first: all others use its microbatch size."""
     layout = parse_layout(task.layout)
     return (
@@ -199,7 +199,8 @@ def _num_replicas(task: Task) -> int:
     )
 
 
-def _set_micro_batch_size(task: Task, micro_batch_size: int | None) -> Task:
+def set_micro_batch_size(task: Task, micro_batch_size: int | None) -> Task:
+    """Return the task with this microbatch size, if its settings have none."""
     name = "train.micro_batch_size"
     if micro_batch_size is None or name in task.settings:
         return task
