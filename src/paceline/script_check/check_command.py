@@ -28,6 +28,8 @@ class CheckOptions:
 
     steps: int = 8
     """Number of optimizer steps to record; then the command is ended. 0: until it ends by itself."""
+    every: int = 1
+    """Summarize gradients and weights only at every n-th step, which costs less; at the first and last ones, too."""
     out: str | None = None
     """A folder for the recording, which must be new or empty; default: a temporary one, which is removed."""
     wait: float = 600.0
@@ -59,6 +61,7 @@ def check_script(command: list[str], options: CheckOptions, folder: Path) -> tup
             command,
             folder=folder,
             steps=options.steps,
+            every=options.every,
             wait_seconds=options.wait,
             environ=os.environ,
             report=lambda text: print_line(text, sys.stderr),
@@ -99,8 +102,10 @@ def _missing_ranks(run: ScriptRun, command: Sequence[str]) -> str:
 
 def _refuse(options: CheckOptions) -> None:
     """Raise an error if an option can't be used, or the folder has something in it."""
-    if options.steps < 0 or options.wait <= 0:
-        raise UsageError("--steps can't be negative, and --wait must be positive.", hint="--steps 8 --wait 600")
+    if options.steps < 0 or options.every < 1 or options.wait <= 0:
+        raise UsageError(
+            "--steps can't be negative, and --every and --wait must be positive.", hint="--steps 8 --every 1 --wait 600"
+        )
     if options.out and Path(options.out).exists() and (Path(options.out).is_file() or any(Path(options.out).iterdir())):
         raise UsageError(f"--out {options.out} is not an empty folder.", hint="--out with a new folder")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from paceline.launch.agent.signals import is_main_thread
-from paceline.script_check.recording import CHECKER_VARIABLE, FOLDER_VARIABLE, STEPS_VARIABLE
+from paceline.script_check.recording import CHECKER_VARIABLE, EVERY_VARIABLE, FOLDER_VARIABLE, STEPS_VARIABLE
 
 OUTPUT_FILE = "output.log"
 _INJECTED = Path(__file__).parent / "injected"
@@ -38,8 +38,11 @@ def run_recorded(
     wait_seconds: float,
     environ: Mapping[str, str],
     report: Callable[[str], None],
+    every: int = 1,
 ) -> ScriptEnd:
     """Run a command whose Python processes record into `folder`, and end when an optimizer has made `steps` steps.
+
+    Gradients and weights are summarized at every `every`-th step.
 
     What the command prints goes to a file there. If no line is recorded for `wait_seconds`, the command is ended.
 
@@ -52,6 +55,7 @@ def run_recorded(
     own = {
         FOLDER_VARIABLE: str(folder.resolve()),
         STEPS_VARIABLE: str(steps),
+        EVERY_VARIABLE: str(every),
         CHECKER_VARIABLE: str(os.getpid()),
         "PYTHONPATH": path,
     }

@@ -8,11 +8,13 @@ from paceline.console.formatting import plural
 from paceline.errors import ExitCode
 from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
+from paceline.script_check.judge.forward_findings import forward_findings
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import (
     all_reductions,
     are_powers_of_two,
     factors,
+    factors_by_parameter,
     have_equal_factors,
     reduction_findings,
 )
@@ -43,7 +45,13 @@ def judge(run: ScriptRun) -> Verdict:
     """Return the verdict on a run that has at least one step on all ranks."""
     reductions = all_reductions(run)
     found = list(
-        chain(data_findings(run), reduction_findings(run, reductions), weight_findings(run), setting_findings(run))
+        chain(
+            data_findings(run, reductions),
+            reduction_findings(run, reductions),
+            forward_findings(run),
+            weight_findings(run),
+            setting_findings(run),
+        )
     )
     findings = _without_consequences(found)
     faults = [finding for finding in findings if not finding.is_note]
@@ -69,10 +77,12 @@ def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFindi
         and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-", "settings-"))
     ]
     first = min(causes, default=None)
+    has_same_samples = any(finding.name == "same-samples" and not finding.is_note for finding in findings)
     return [
         finding
         for finding in findings
         if not (finding.name in _CONSEQUENCES and first is not None and finding.step >= first)
+        and not (finding.name == "same-random-numbers" and has_same_samples)
     ]
 
 
@@ -93,16 +103,26 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     lines = []
     kinds = {each.total.kind for each in reductions}
     is_alike = have_equal_factors(reductions)
-    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled"} and is_alike:
-        names = max((len(each.step.judged_names) for each in reductions), default=0)
-        lines.append(f"each rank steps with the mean of all ranks' gradients ({plural(names, 'parameter')})")
+    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled", "by-parameter"} and is_alike:
+        names = dict[int, int]()
+        for each in reductions:
+            optimizer = each.step.optimizer
+            names[optimizer] = max(names.get(optimizer, 0), len(each.step.judged_names))
+        of_all = plural(sum(names.values()), "parameter")
+        lines.append(f"each rank steps with the mean of all ranks' gradients ({of_all})")
+    clips = factors_by_parameter(reductions)
+    if clips and is_alike and "factors-by-parameter" not in found:
+        lines.append(
+            f"gradients are clipped per parameter or group, by {min(clips):.3g} to {max(clips):.3g}, alike on all ranks"
+        )
     scales = factors(reductions)
     if scales and is_alike:
         many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
         lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
-        lines.append("all ranks have equal weights, before the first step and after each one")
+        each = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
+        lines.append(f"all ranks have equal weights, before the first step and after {each}")
     if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
         lines.append("at the same step, the ranks read different samples")
     return lines

@@ -24,10 +24,12 @@ from paceline.script_check.recorder.live_modules import (
     unwrap,
 )
 from paceline.script_check.recorder.own_gradients import OwnGradients
-from paceline.script_check.recorder.source_lines import calling_line
+from paceline.script_check.recorder.source_lines import calling_line, user_frame, variable_name
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
+    EVERY_VARIABLE,
+    FIRST_STEPS,
     FOLDER_VARIABLE,
     STEPS_VARIABLE,
     RecorderFault,
@@ -39,6 +41,7 @@ from paceline.script_check.recording import (
     last_step_file,
     recording_file,
 )
+from paceline.torch_internals.data_iterators import num_iterable_workers
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
 _PEER_SECONDS = 30.0  # for the other ranks to reach the last step
@@ -53,6 +56,8 @@ class _OptimizerRecord:
         self.step = 0
         self.modules = find_trained_modules(optimizer)
         self.schedulers = find_schedulers(optimizer)
+        self.num_iterable_workers = num_iterable_workers()
+        self.name = variable_name(user_frame(), optimizer)
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Return the optimizer's parameters with their names; those that were added are looked up again."""
@@ -65,13 +70,16 @@ class _OptimizerRecord:
 class ScriptRecorder:
     """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0.
 
+    It summarizes gradients and weights at the first steps, at the last one, and at every `every`-th one.
+
     If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none.
     """
 
-    def __init__(self, folder: Path, *, last_step: int, checker: int = 0) -> None:
+    def __init__(self, folder: Path, *, last_step: int, checker: int = 0, every: int = 1) -> None:
         self._folder = folder
         self._last_step = last_step
         self._checker = checker
+        self._every = every
         self._file: int | None = None
         self._rank, self._world_size = 0, 1
         self._is_off = False
@@ -108,6 +116,8 @@ class ScriptRecorder:
     def _begin_forward(self, module: nn.Module) -> None:
         self._own_gradients.observe(module)
         inner = unwrap(module)
+        if not self._own_gradients.is_active or not inner.training:
+            return
         buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]
         if inner is module or not buffers:
             return
@@ -141,11 +151,19 @@ class ScriptRecorder:
 
         return args[:1], {**kwargs, "closure": run_closure}
 
+    def _has_prints(self, step: int) -> bool:
+        """Return whether gradients and weights are summarized at this step of an optimizer."""
+        return step <= FIRST_STEPS or step == self._last_step or step % self._every == 0
+
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        known = self._optimizers[id(optimizer)]
+        if not self._has_prints(known.step + 1):
+            return
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
-        parameters = self._optimizers[id(optimizer)].parameters()
-        self._gradients = {name: print_tensor(p.grad, scale=scale) for name, p in parameters if p.grad is not None}
+        self._gradients = {
+            name: print_tensor(p.grad, scale=scale) for name, p in known.parameters() if p.grad is not None
+        }
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
@@ -154,6 +172,7 @@ class ScriptRecorder:
         known = self._optimizers[id(optimizer)]
         known.step += 1
         self._write_step(known)
+        self._own_gradients.is_active = any(self._has_prints(each.step + 1) for each in self._optimizers.values())
         if self._checker and not Path("/proc", str(self._checker)).exists() and Path("/proc/self").exists():
             os._exit(1)
         if self._last_step and known.step >= self._last_step:
@@ -161,27 +180,32 @@ class ScriptRecorder:
 
     def _write_step(self, known: _OptimizerRecord) -> None:
         parameters, own = known.parameters(), self._own_gradients
-        calls, draws = self._forwards.take() if known.step else ((), False)
         own_gradients = {name: own.take(p) for name, p in parameters} if known.step else {}
+        has_prints = self._has_prints(known.step)
         self._write(
             StepLine(
                 step=known.step,
                 optimizer=known.number,
                 optimizer_class=type(known.optimizer).__name__,
+                optimizer_name=known.name,
                 groups=tuple(_plain_options(group) for group in known.optimizer.param_groups),
+                has_prints=has_prints,
                 gradients=self._gradients if known.step else {},
-                weights={name: print_tensor(p) for name, p in parameters},
-                own_gradients={name: passes for name, passes in own_gradients.items() if passes},
+                weights={name: print_tensor(p) for name, p in parameters} if has_prints else {},
+                own_gradients={name: passes for name, passes in own_gradients.items() if passes and has_prints},
                 own_eps=own.eps,
                 num_discarded=own.take_discarded() if known.step else 0,
-                calls=calls,
-                buffers=self._buffers,
-                draws_random_numbers=draws,
-                wrappers=known.modules.wrappers,
-                batch_norms=known.modules.batch_norms,
-                sharding=known.modules.sharding,
+                calls=self._forwards.take() if known.step else (),
+                buffers=self._buffers if has_prints else {},
+                wrappers=known.modules.wrappers if has_prints else (),
+                batch_norms=known.modules.batch_norms if has_prints else (),
+                sharding=known.modules.sharding if has_prints else "",
                 scheduler_steps=tuple(int(scheduler.last_epoch) for scheduler in known.schedulers),
-                lines={"backward": own.line, "step": calling_line()},
+                lines={
+                    "backward": own.take_line(p for _, p in parameters) if known.step else "",
+                    "step": calling_line(),
+                },
+                num_iterable_workers=known.num_iterable_workers,
             )
         )
         self._gradients = {}
@@ -215,6 +239,7 @@ def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
     return ScriptRecorder(
         Path(environ[FOLDER_VARIABLE]),
         last_step=int(environ.get(STEPS_VARIABLE, "0")),
+        every=int(environ.get(EVERY_VARIABLE, "1")),
         checker=int(environ.get(CHECKER_VARIABLE, "0")),
     )
 
