@@ -89,11 +89,11 @@ def _with_unequal_factors(reductions: Sequence[StepReduction]) -> Iterator[StepR
 
 
 def _factors(reduction: StepReduction) -> dict[str, float]:
-    """Return the factors of the mean by parameter; that of all parameters has the name ""."""
+    """Return the factors of the mean by parameter; nothing if a gradient is no multiple of the mean."""
     total = reduction.total
     if total.kind == "by-parameter":
         return {name: each.factor for name, each in reduction.parameters.items()}
-    return {"": total.factor} if total.kind in ("mean", "scaled") else {}
+    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in ("mean", "scaled") else {}
 
 
 def have_equal_factors(reductions: Sequence[StepReduction]) -> bool:
