@@ -140,6 +140,11 @@ def train(fault: str) -> str:
     wrapped = wrap(model, fault)
     trained = Net(has_batch_norm=False) if fault == "an old optimizer" else wrapped
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    if fault == "a part that does not learn":
+        parts = wrapped.module
+        frozen = {"params": parts.last.parameters(), "lr": 0.0}
+        others = [p for name, p in parts.named_parameters() if not name.startswith("last")]
+        optimizer = torch.optim.AdamW([{"params": others}, frozen], lr=1e-2)
     if fault == "a closure":
         optimizer = torch.optim.LBFGS(trained.parameters(), max_iter=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

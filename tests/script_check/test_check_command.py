@@ -106,6 +106,21 @@ def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -
     assert again.returncode == 2 and "--out kept is not an empty folder" in again.stderr
 
 
+def test_gradients_and_weights_of_some_steps_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--steps", "7", "--every", "4", "--out", "kept", "--", sys.executable, "train.py", "9")
+    done = check(tmp_path, *words)
+    assert done.returncode == 0 and "gradients and weights at 3 of 7 steps: --every leaves them out" in done.stdout, (
+        done
+    )
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "rank-0.jsonl").read_text().splitlines()[1:]]
+    assert [line["step"] for line in lines] == list(range(8)) and all(line["calls"] for line in lines[1:])
+    for field in ("weights", "gradients", "own_gradients"):
+        assert [line["step"] for line in lines[1:] if line[field]] == [1, 2, 4, 7], field
+    wrong = check(tmp_path, "--every", "0", "--", sys.executable, "train.py", "9")
+    assert wrong.returncode == 2 and "--every and --wait must be positive" in wrong.stderr, wrong
+
+
 def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         SCRIPT.replace("    optimizer.step()", "    optimizer.step()\n    assert step < 3, 'too far'")

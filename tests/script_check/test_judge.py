@@ -54,6 +54,7 @@ FAULTS = {
     SPARSE + "no_sync at the wrong pass": {"backward-not-reduced"},
     SPARSE + "zero_grad at each pass": {"gradients-discarded"},
     SPARSE + "an old optimizer": {"optimizer-without-gradients"},
+    SPARSE + "a part that does not learn": {"not-trained"},
 }
 NOTES = {
     "clipped by value": "clipped-by-value",
