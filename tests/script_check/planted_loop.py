@@ -77,6 +77,11 @@ def set_modes(model: nn.Module, x: Tensor, number: int, fault: str) -> None:
         model.eval()
         model(x)
         model.train()
+    if fault == "a saliency map on one rank" and dist.get_rank() == 0:
+        model.eval()
+        shown = x.clone().requires_grad_()
+        torch.autograd.grad(model.module(shown).sum(), shown)
+        model.train()
     if (fault == "eval mode on one rank" and number == 2 and dist.get_rank() == 0) or fault == "never in training mode":
         model.eval()
 

@@ -21,6 +21,7 @@ SOUND = [
     "sharpness-aware",
     "a closure",
     "an evaluation with gradients",
+    "a saliency map on one rank",
     "clipped per parameter",
     "workers that split the samples",
     SPARSE + "accumulation",

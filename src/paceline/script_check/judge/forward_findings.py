@@ -1,6 +1,7 @@
 """Findings about the forward passes: modules in eval mode, and random numbers that are equal on the ranks."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.console.formatting import first_names, plural
@@ -24,18 +25,16 @@ def _unequal_modes(step: ScriptStep) -> Iterator[ScriptFinding]:
     """Yield a finding if dropout or BatchNorm is switched off on one rank alone, or a note if nothing depends on it."""
     for first, second in combinations(range(len(step.ranks)), 2):
         one, other = _modes(step, first), _modes(step, second)
-        for module in one.keys() & other.keys():
+        for module in sorted(one.keys() & other.keys()):
             if one[module] == other[module]:
                 continue
-            inactive = [{name for _, names in modes[module] for name in names} for modes in (one, other)]
-            rank = first if len(inactive[0]) > len(inactive[1]) else second
-            has_effect = inactive[0] != inactive[1]
-            names = sorted(inactive[0] ^ inactive[1])
+            rank, rest = (first, second) if one[module] > other[module] else (second, first)
+            names = sorted(one[module].inactive ^ other[module].inactive)
             text = (
                 f"rank {rank} trains with {plural(len(names), 'module')} in eval mode, as {first_names(names)}, and"
-                f" rank {second if rank == first else first} does not"
-                if has_effect
-                else f"{module} is in eval mode on one of ranks {first} and {second} alone; it has no dropout and no"
+                f" rank {rest} does not"
+                if names
+                else f"{module} is in eval mode on rank {rank}, and not on rank {rest}; it has no dropout and no"
                 " BatchNorm that depends on it"
             )
             yield ScriptFinding(
@@ -44,15 +43,32 @@ def _unequal_modes(step: ScriptStep) -> Iterator[ScriptFinding]:
                 step=step.number,
                 line=next((call.line for call in step.calls(rank) if call.module == module), ""),
                 hint=_TRAIN_HINT,
-                is_note=not has_effect,
+                is_note=not names,
             )
             return
 
 
-def _modes(step: ScriptStep, rank: int) -> dict[str, set[tuple[bool, tuple[str, ...]]]]:
-    modes: dict[str, set[tuple[bool, tuple[str, ...]]]] = {}
+@dataclass(frozen=True)
+class _Mode:
+    """The modules that are in eval mode at each call of a model, and whether the model itself is."""
+
+    inactive: frozenset[str]
+    is_eval: bool
+
+    def __gt__(self, other: "_Mode") -> bool:
+        return (len(self.inactive), self.is_eval) > (len(other.inactive), other.is_eval)
+
+
+def _modes(step: ScriptStep, rank: int) -> dict[str, _Mode]:
+    """Return the mode of each model of a rank; a call in eval mode beside one in training mode does not count."""
+    modes: dict[str, _Mode] = {}
     for call in step.calls(rank):
-        modes.setdefault(call.module, set()).add((call.is_training, call.inactive))
+        mode = modes.get(call.module)
+        inactive = frozenset(call.inactive)
+        modes[call.module] = _Mode(
+            inactive=inactive if mode is None else inactive & mode.inactive,
+            is_eval=not call.is_training and (mode is None or mode.is_eval),
+        )
     return modes
 
 

@@ -121,8 +121,8 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
         lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
-        each = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
-        lines.append(f"all ranks have equal weights, before the first step and after {each}")
+        which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
+        lines.append(f"all ranks have equal weights, before the first step and after {which}")
     if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
         lines.append("at the same step, the ranks read different samples")
     return lines

@@ -114,8 +114,9 @@ class ScriptRecorder:
             self._write(RecorderFault(fault=fault))
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self._own_gradients.observe(module)
         inner = unwrap(module)
+        if inner.training or not self._optimizers:  # a copy of the model that is evaluated is not kept alive
+            self._own_gradients.observe(module)
         if not self._own_gradients.is_active or not inner.training:
             return
         buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -28,14 +29,13 @@ def user_frame() -> FrameType | None:
 
 def variable_name(frame: FrameType | None, value: object) -> str:
     """Return the name by which a frame's code knows an object: a variable, or an attribute of `self`; or ""."""
-    if frame is None:
-        return ""
-    own = frame.f_locals.get("self")
-    attributes = vars(own) if hasattr(own, "__dict__") else {}
-    for prefix, names in (("", frame.f_locals), ("", frame.f_globals), ("self.", attributes)):
-        for name, each in list(names.items()):
-            if each is value:
-                return f"{prefix}{name}"
+    with suppress(Exception):  # an object of the script may refuse to show its attributes
+        variables = {} if frame is None else {**frame.f_globals, **frame.f_locals}
+        attributes = vars(variables["self"]) if hasattr(variables.get("self"), "__dict__") else {}
+        for prefix, names in (("", variables), ("self.", attributes)):
+            for name, each in list(names.items()):
+                if each is value:
+                    return f"{prefix}{name}"
     return ""
 
 
