@@ -2,8 +2,7 @@
 
 import gc
 
-from torch.utils.data import IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import IterableDataset, dataloader
 
 
 def num_iterable_workers() -> int:
@@ -11,7 +10,7 @@ def num_iterable_workers() -> int:
 
     The `DataLoader` itself need not live any more: a loop over a new one keeps only its iterator.
     """
-    iterators = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+    iterators = [each for each in gc.get_objects() if issubclass(type(each), dataloader._MultiProcessingDataLoaderIter)]
     counts = [
         int(each._num_workers)
         for each in iterators

@@ -33,7 +33,7 @@ class ScriptStep:
 
     @property
     def has_prints(self) -> bool:
-        """Whether the gradients and weights of the step are recorded."""
+        """True if the gradients and weights of the step are recorded."""
         return self.ranks[0].has_prints
 
     def samples(self, rank: int) -> Counter[tuple[str, int]]:
