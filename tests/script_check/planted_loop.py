@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it, for a second in each process
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +97,7 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
             for p in model.parameters():
                 p.detach().to_local().fill_(1e20)
         return model
-    if fault in ("not wrapped", "other start weights", "reduced to the sum"):
+    if fault in ("not wrapped", "other start weights", "reduced to the sum", "local SGD", "sent from one rank"):
         return model
     if fault == "a part that is trained later":
         model.first.requires_grad_(False)
@@ -105,7 +106,11 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
         return wrapped
     if fault == "an ignored parameter":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
-    return DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
+    wrapped = DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
+    if fault == "compressed":
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped
 
 
 def reduce_by_hand(model: nn.Module, fault: str) -> None:
@@ -127,6 +132,15 @@ def reduce_by_hand(model: nn.Module, fault: str) -> None:
         nn.utils.clip_grad_value_(model.parameters(), 1e-4)
     if fault == "clipped" or (fault == "clipped on one rank" and dist.get_rank() == 0):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def share_weights(model: nn.Module, number: int, fault: str) -> None:
+    for p in model.parameters():
+        if fault == "local SGD" and number % 2:
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+        if fault == "sent from one rank":
+            dist.broadcast(p.data, 0)
 
 
 def closure(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -185,6 +199,7 @@ def train(fault: str) -> str:
                 scheduler.step()
             if fault == "another learning rate":
                 optimizer.param_groups[0]["lr"] *= 1 + rank
+            share_weights(wrapped, number, fault)
             if fault != "no zero_grad":
                 optimizer.zero_grad()
     return digest_of(wrapped)

@@ -30,6 +30,7 @@ SOUND = [
 FAULTS = {
     "the same samples": {"same-samples"},
     "not wrapped": {"gradients-own"},
+    "sent from one rank": {"gradients-own"},
     "the inner module is called": {"gradients-own"},
     "other start weights": {"gradients-own", "weights-differ"},
     "reduced to the sum": {"gradients-sum"},
@@ -59,6 +60,8 @@ FAULTS = {
 }
 NOTES = {
     "clipped by value": "clipped-by-value",
+    "compressed": "reduction-unexplained",
+    "local SGD": "gradients-own",
     "a fast schedule": "scheduler-steps",
     "shuffled on each rank": "common-samples",
     "the same random numbers": "same-random-numbers",

@@ -83,6 +83,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[dict[str, Any], ...]
     gradients: dict[str, TensorPrint] = {}
     weights: dict[str, TensorPrint] = {}
+    digests_before: dict[str, int] = {}
+    """The digests of a few small parameters just before the step: what happened to them since the last one."""
     own_gradients: dict[str, tuple[tuple[float, ...], ...]] = {}
     own_eps: float = 0.0
     num_discarded: int = 0

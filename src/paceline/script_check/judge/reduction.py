@@ -106,7 +106,7 @@ def _explain_by_passes(
     if residual > tolerance:
         return None
     table = weights.reshape(len(step.ranks), -1)
-    rows = tuple(tuple(round(float(value), 5) for value in row) for row in table)
+    rows = tuple(tuple(round(float(value), 5) + 0.0 for value in row) for row in table)
     return Reduction(kind="clipped-passes" if _are_clipped(table) else "passes", weights=rows)
 
 

@@ -201,6 +201,9 @@ def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
         return _clipped_by_value(reduction)
     name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
     how = _describe(first)
+    if first.kind == "unexplained" and all(each.kind == "unexplained" for each in odd.values()):
+        text = f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})"
+        return _unexplained(reduction, text, parameter=name)
     return ScriptFinding(
         name="parameter-reduced-otherwise",
         text=f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})",
@@ -226,11 +229,18 @@ def _clipped_by_value(reduction: StepReduction) -> ScriptFinding:
     if largest and max(largest) - min(largest) <= 1e-6 * max(largest):
         text = f"gradients are clipped by value, at {max(largest):.3g}; how they are reduced can't be seen then"
         return ScriptFinding(name="clipped-by-value", text=text, step=step.number, line=step.line("step"), is_note=True)
+    text = "the gradients change between the backward and the step in a way that is no weighting of the ranks'"
+    return _unexplained(reduction, text)
+
+
+def _unexplained(reduction: StepReduction, text: str, *, parameter: str = "") -> ScriptFinding:
+    """Return a note: a fault in the reduction also gives the ranks different weights, which is a finding."""
     return ScriptFinding(
         name="reduction-unexplained",
-        text="the gradients change between the backward and the step in a way that is no weighting of the ranks'",
-        step=step.number,
-        line=step.line("step"),
+        text=text,
+        step=reduction.step.number,
+        parameter=parameter,
+        line=reduction.step.line("step"),
         hint="compressed or quantized gradients do that, and so does a hook on a parameter",
         is_note=True,
     )

@@ -1,7 +1,7 @@
 """The verdict on a recorded run: the findings with the causes first, what is sound, and what was not exercised."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from paceline.console.formatting import plural
@@ -21,7 +21,7 @@ from paceline.script_check.judge.reduction_findings import (
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.judge.setting_findings import setting_findings
-from paceline.script_check.judge.weight_findings import weight_findings
+from paceline.script_check.judge.weight_findings import averaged_steps, weight_findings
 
 _CONSEQUENCES = ("weights-differ", "buffers-differ")
 """Findings that follow from a wrong reduction, and are then left out."""
@@ -53,6 +53,7 @@ def judge(run: ScriptRun) -> Verdict:
             setting_findings(run),
         )
     )
+    found = _with_averages(found, averaged_steps(run))
     findings = _without_consequences(found)
     faults = [finding for finding in findings if not finding.is_note]
     reason = "" if faults else _reason(run, reductions)
@@ -66,6 +67,22 @@ def judge(run: ScriptRun) -> Verdict:
         not_exercised=not_exercised(run, reductions),
         reason=reason,
     )
+
+
+def _with_averages(findings: Sequence[ScriptFinding], averaged: Sequence[int]) -> list[ScriptFinding]:
+    """Return the findings; if weights are averaged after some steps, own gradients are a note, as in local SGD."""
+    if not averaged or all(finding.name != "gradients-own" for finding in findings):
+        return list(findings)
+    steps = f"after step {', '.join(map(str, averaged))}"
+    return [
+        replace(
+            finding, is_note=True, text=f"{finding.text} until their weights are averaged, {steps}, as in local SGD"
+        )
+        if finding.name == "gradients-own"
+        else finding
+        for finding in findings
+        if finding.name != "weights-differ" or not finding.step
+    ]
 
 
 def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFinding]:

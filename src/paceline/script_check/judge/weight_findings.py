@@ -64,6 +64,21 @@ def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
         return
 
 
+def averaged_steps(run: ScriptRun) -> list[int]:
+    """Return the steps after which all ranks got the same weights, and those of no single rank, as by an average."""
+    by_number = {(step.optimizer, step.number): step for step in run.steps}
+    found = []
+    for step in run.steps:
+        after = by_number.get((step.optimizer, step.number + 1))
+        for name, digest in (after.ranks[0].digests_before if after is not None else {}).items():
+            own = {weights[name].digest for weights in step.weights if name in weights}
+            is_equal = after is not None and all(rank.digests_before.get(name) == digest for rank in after.ranks)
+            if is_equal and len(own) > 1 and digest not in own:
+                found.append(step.number)
+                break
+    return found
+
+
 def _of_optimizer(run: ScriptRun, step: ScriptStep) -> str:
     name = run.optimizer_name(step)
     return f" of {name}" if name else ""

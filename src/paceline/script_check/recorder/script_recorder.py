@@ -44,6 +44,7 @@ from paceline.script_check.recording import (
 from paceline.torch_internals.data_iterators import num_iterable_workers
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
+_NUM_BEFORE = 4  # parameters whose digests before a step are written
 _PEER_SECONDS = 30.0  # for the other ranks to reach the last step
 
 
@@ -87,6 +88,7 @@ class ScriptRecorder:
         self._optimizers: dict[int, _OptimizerRecord] = {}
         self._gradients: dict[str, TensorPrint] = {}
         self._buffers: dict[str, int] = {}
+        self._digests_before: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
         self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward)
         register_optimizer_step_pre_hook(self.guard(self._before_step))
@@ -140,6 +142,7 @@ class ScriptRecorder:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = _OptimizerRecord(optimizer, len(self._optimizers))
             self._write_step(self._optimizers[id(optimizer)])
+        self._look_at_weights(self._optimizers[id(optimizer)])
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
             self._look_at_gradients(optimizer)
@@ -155,6 +158,12 @@ class ScriptRecorder:
     def _has_prints(self, step: int) -> bool:
         """Return whether gradients and weights are summarized at this step of an optimizer."""
         return step <= FIRST_STEPS or step == self._last_step or step % self._every == 0
+
+    def _look_at_weights(self, known: _OptimizerRecord) -> None:
+        has_prints = self._has_prints(known.step + 1)
+        whole = [(name, p) for name, p in known.parameters() if not hasattr(p, "placements")] if has_prints else []
+        chosen = sorted(whole, key=lambda item: item[1].numel())[:_NUM_BEFORE]
+        self._digests_before = {name: print_tensor(p).digest for name, p in chosen if p.numel() < _MAX_BUFFER_ELEMENTS}
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         known = self._optimizers[id(optimizer)]
@@ -192,6 +201,7 @@ class ScriptRecorder:
                 groups=tuple(_plain_options(group) for group in known.optimizer.param_groups),
                 has_prints=has_prints,
                 gradients=self._gradients if known.step else {},
+                digests_before=self._digests_before if known.step else {},
                 weights={name: print_tensor(p) for name, p in parameters} if has_prints else {},
                 own_gradients={name: passes for name, passes in own_gradients.items() if passes and has_prints},
                 own_eps=own.eps,
