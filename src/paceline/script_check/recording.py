@@ -13,6 +13,14 @@ STEPS_VARIABLE = "PACELINE_SCRIPT_STEPS"
 EVERY_VARIABLE = "PACELINE_SCRIPT_EVERY"
 CHECKER_VARIABLE = "PACELINE_SCRIPT_CHECKER"
 """The process of `check`; without it, a recorded process ends at its next step."""
+SEED_VARIABLE = "PACELINE_SCRIPT_SEED"
+"""If set, random numbers are seeded with it before the first line of the script."""
+KEEP_VARIABLE = "PACELINE_SCRIPT_KEEP_BATCHES"
+"""If set, the batches of the models and of the data loaders are written."""
+FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
+"""The folder of a recording whose batches the script gets in place of its own."""
+BATCH_FOLDER = "batches"
+_ORIGIN_FILE = "script.json"
 
 
 UNKNOWN_PARAMETER = "parameter "
@@ -25,7 +33,8 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     """A summary of a tensor, or of the part of it that a rank has.
 
     The squares of the norms, the projections and the digests of all parts add up to those of the whole tensor. `part`
-    has the start and the length in each dimension, or is None if the rank has the whole tensor.
+    has the start and the length in each dimension, or is None if the rank has the whole tensor. `faint_share` is the
+    share of elements that may be only rounding; it also adds up.
     """
 
     numel: int
@@ -34,6 +43,7 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     projections: tuple[float, ...]
     digest: int
     part: tuple[tuple[int, int], ...] | None = None
+    faint_share: float = 0.0
 
 
 class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +53,9 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     padding, and 0 if the inputs of the model do not say it. `is_weighted`: the script gives the model the count by
     which the loss is divided. `random_state` has the digest of the random numbers' state before the pass, and 0 if the
     pass drew none. `inactive` has the names of the dropout and BatchNorm modules that are in eval mode.
+
+    `is_fed`: its inputs were those of another recording. `returns_loss`: one of its outputs is a number that needs a
+    gradient, so the targets went through the model.
     """
 
     module: str
@@ -50,6 +63,8 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[int, ...]
     num_samples: int
     line: str
+    is_fed: bool = False
+    returns_loss: bool = False
     num_targets: int = 0
     is_weighted: bool = False
     random_state: int = 0
@@ -87,6 +102,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """The digests of a few small parameters just before the step: what happened to them since the last one."""
     own_gradients: dict[str, tuple[tuple[float, ...], ...]] = {}
     own_eps: float = 0.0
+    eps: float = 0.0
+    """The machine epsilon of the coarsest type in which a module of the model computed."""
     num_discarded: int = 0
     calls: tuple[ForwardCall, ...] = ()
     buffers: dict[str, int] = {}
@@ -106,6 +123,46 @@ class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of a rank whose recorder has failed."""
 
     fault: str
+
+
+class ScriptRecording(msgspec.Struct, frozen=True, kw_only=True):
+    """The origin of a recording: its command, and how it was recorded. `steps` is 0 if the command ended by itself."""
+
+    command: tuple[str, ...]
+    steps: int
+    every: int = 1
+    seed: int | None = None
+    has_batches: bool = False
+    fed: str = ""
+    """The folder of the recording whose batches it got."""
+
+
+def write_origin(folder: Path, origin: ScriptRecording) -> None:
+    """Write the origin of a recording."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _ORIGIN_FILE).write_bytes(msgspec.json.encode(origin))
+
+
+def read_origin(folder: Path) -> ScriptRecording | None:
+    """Return the origin of a recording of a script; None if the folder has none.
+
+    Raises:
+        UsageError: the file can't be read.
+    """
+    file = folder / _ORIGIN_FILE
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ScriptRecording)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise UsageError(
+            f"{file} is not of a recording of a script: {error}.", hint="record the script again"
+        ) from None
+
+
+def has_batches(folder: Path) -> bool:
+    """Return whether a recording has batches, which can be fed to another run."""
+    return any((folder / BATCH_FOLDER).glob("rank-*/*.safetensors"))
 
 
 def encode_line(line: RecordingHeader | StepLine | RecorderFault) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from paceline.console.formatting import plural
+from paceline.console.formatting import first_names, plural
 from paceline.errors import ExitCode
 from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
@@ -73,13 +73,10 @@ def _with_averages(findings: Sequence[ScriptFinding], averaged: Sequence[int]) -
     """Return the findings; if weights are averaged after some steps, own gradients are a note, as in local SGD."""
     if not averaged or all(finding.name != "gradients-own" for finding in findings):
         return list(findings)
-    steps = f"after step {', '.join(map(str, averaged))}"
+    steps = first_names([str(step) for step in averaged])
+    when = f"until their weights are averaged, after step {steps}, as in local SGD"
     return [
-        replace(
-            finding, is_note=True, text=f"{finding.text} until their weights are averaged, {steps}, as in local SGD"
-        )
-        if finding.name == "gradients-own"
-        else finding
+        replace(finding, is_note=True, text=f"{finding.text} {when}") if finding.name == "gradients-own" else finding
         for finding in findings
         if finding.name != "weights-differ" or not finding.step
     ]

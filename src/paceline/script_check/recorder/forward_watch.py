@@ -5,13 +5,13 @@ this one module sets it again afterwards.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -38,15 +38,21 @@ class ForwardWatch:
     """The forward passes of outermost modules since the last `take`.
 
     Those in eval mode belong to them if their outputs get a gradient. `begin(module)` is called before each pass that
-    may have a backward. `guard` wraps the hooks, so that their faults end no training.
+    may have a backward, and `see_batch(class, args, kwargs)` after each one in training mode. `guard` wraps the hooks,
+    so that their faults end no training. `own_outputs` are the addresses of what the models returned in the step.
+    `is_fed` is set if the next call gets another recording's batch.
     """
 
-    def __init__(self, *, guard: Guard, begin: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, *, guard: Guard, begin: Callable[[nn.Module], None], see_batch: Callable[[str, Any, Any], None]
+    ) -> None:
         self._guard = guard
         self._begin = begin
+        self._see_batch = see_batch
+        self.is_fed = False
+        self.own_outputs: set[int] = set()
         self._calls: list[ForwardCall] = []
         self._inner: set[int] = set()  # modules below an outermost one; checkpointing calls them again in backward
-        self._own_outputs: set[int] = set()  # addresses
         self._global_hook: RemovableHandle | None = None
         self._leave_hook: RemovableHandle | None = None
         self._watch()
@@ -54,7 +60,7 @@ class ForwardWatch:
     def take(self) -> tuple[ForwardCall, ...]:
         """Return the calls since the last time."""
         calls, self._calls = tuple(self._calls), []
-        self._own_outputs.clear()
+        self.own_outputs.clear()
         return calls
 
     def stop(self) -> None:
@@ -64,14 +70,20 @@ class ForwardWatch:
                 hook.remove()
         self._global_hook = self._leave_hook = None
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Return whether a call of the module would be one of an outermost module."""
+        return self._is_watching and id(module) not in self._inner and not isinstance(module, nn.modules.loss._Loss)
+
     def _watch(self) -> None:
         self._global_hook = register_module_forward_pre_hook(self._guard(self._enter))
+        self._is_watching = True
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._inner or isinstance(module, nn.modules.loss._Loss):
+        if not self.is_outermost(module):
             return
         assert self._global_hook is not None
         self._global_hook.remove()
+        self._is_watching = False
         self._inner |= {id(each) for each in module.modules() if each is not module}
         call = None
         if torch.is_grad_enabled():
@@ -87,26 +99,32 @@ class ForwardWatch:
         self._watch()
         if call is None:
             return
-        keys = sample_keys(args, kwargs, own_outputs=self._own_outputs)
+        keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
+        name, outputs = type(unwrap(module)).__name__, list(tensor_leaves(output))
         finished = ForwardCall(
-            module=type(unwrap(module)).__name__,
+            module=name,
             has_parameters=any(True for _ in module.parameters()),
             samples=tuple((keys or [])[:_MAX_SAMPLES]),
             num_samples=len(keys or []),
             line=call.line,
+            is_fed=self.is_fed,
+            returns_loss=any(not tensor.dim() and tensor.requires_grad for tensor in outputs),
             num_targets=count_targets(args, kwargs),
             is_weighted=has_loss_count(kwargs),
             random_state=0 if call.rng_state == _rng_state() else _digest(call.rng_state),
             is_training=call.is_training,
             inactive=inactive_modules(module),
         )
-        if call.is_training:
-            self._own_outputs |= {tensor.data_ptr() for tensor in tensor_leaves(output)}
-            self._calls.append(finished)
-        else:
-            self._add_if_differentiated(finished, output)
+        if not call.is_training:
+            self._add_if_differentiated(finished, outputs)
+            return
+        if finished.has_parameters:
+            self._see_batch(name, args, kwargs)
+        self.own_outputs |= {tensor.data_ptr() for tensor in outputs}
+        self._calls.append(finished)
+        self.is_fed = False
 
-    def _add_if_differentiated(self, call: ForwardCall, output: Any) -> None:
+    def _add_if_differentiated(self, call: ForwardCall, outputs: Sequence[Tensor]) -> None:
         """Add a call when its output gets a gradient: an evaluation with gradients switched on gets none."""
         pending = [call]
 
@@ -114,7 +132,7 @@ class ForwardWatch:
             if pending:
                 self._calls.append(pending.pop())
 
-        for tensor in tensor_leaves(output):
+        for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self._guard(add))
 

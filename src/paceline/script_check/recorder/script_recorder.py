@@ -6,17 +6,21 @@ writes what it has, and what belongs together is added when it is read.
 
 import contextlib
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.script_check.recorder.batch_exchange import BatchExchange
+from paceline.script_check.recorder.compute_precision import ComputePrecision
 from paceline.script_check.recorder.forward_watch import ForwardWatch
 from paceline.script_check.recorder.live_modules import (
     find_schedulers,
@@ -29,8 +33,11 @@ from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
     EVERY_VARIABLE,
+    FEED_VARIABLE,
     FIRST_STEPS,
     FOLDER_VARIABLE,
+    KEEP_VARIABLE,
+    SEED_VARIABLE,
     STEPS_VARIABLE,
     RecorderFault,
     RecordingHeader,
@@ -42,6 +49,7 @@ from paceline.script_check.recording import (
     recording_file,
 )
 from paceline.torch_internals.data_iterators import num_iterable_workers
+from paceline.verification.fingerprints.fingerprint import FLOAT32_EPS
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
 _NUM_BEFORE = 4  # parameters whose digests before a step are written
@@ -71,12 +79,21 @@ class _OptimizerRecord:
 class ScriptRecorder:
     """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0.
 
-    It summarizes gradients and weights at the first steps, at the last one, and at every `every`-th one.
-
-    If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none.
+    It summarizes gradients and weights at the first steps, at the last one, and at every `every`-th one. If `checker`,
+    the process of `check`, was killed, it ends this process, too; 0 if there is none. `keeps_batches`: it writes the
+    script's batches. `feed_from` is the recording whose batches the script gets in place of its own.
     """
 
-    def __init__(self, folder: Path, *, last_step: int, checker: int = 0, every: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int,
+        checker: int = 0,
+        every: int = 1,
+        keeps_batches: bool = False,
+        feed_from: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._last_step = last_step
         self._checker = checker
@@ -90,7 +107,18 @@ class ScriptRecorder:
         self._buffers: dict[str, int] = {}
         self._digests_before: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
-        self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward)
+        self._precision = ComputePrecision(guard=self.guard)
+        self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward, see_batch=self._see_batch)
+        self._exchange: BatchExchange | None = None
+        if keeps_batches or feed_from is not None:
+            self._exchange = BatchExchange(
+                self._forwards,
+                keep_in=folder if keeps_batches else None,
+                feed_from=feed_from,
+                rank=lambda: _rank_and_world_size(os.environ)[0],
+                next_step=lambda: max((known.step for known in self._optimizers.values()), default=0) + 1,
+                guard=self.guard,
+            )
         register_optimizer_step_pre_hook(self.guard(self._before_step))
         register_optimizer_step_post_hook(self.guard(self._after_step))
 
@@ -115,10 +143,15 @@ class ScriptRecorder:
         with contextlib.suppress(Exception):
             self._write(RecorderFault(fault=fault))
 
+    def _see_batch(self, module: str, args: Any, kwargs: Any) -> None:
+        if self._exchange is not None:
+            self._exchange.see_forward(module, args, kwargs)
+
     def _begin_forward(self, module: nn.Module) -> None:
         inner = unwrap(module)
         if inner.training or not self._optimizers:  # a copy of the model that is evaluated is not kept alive
             self._own_gradients.observe(module)
+            self._precision.observe(module)
         if not self._own_gradients.is_active or not inner.training:
             return
         buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]
@@ -171,8 +204,9 @@ class ScriptRecorder:
             return
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
+        eps = max(FLOAT32_EPS, self._precision.eps)
         self._gradients = {
-            name: print_tensor(p.grad, scale=scale) for name, p in known.parameters() if p.grad is not None
+            name: print_tensor(p.grad, scale=scale, eps=eps) for name, p in known.parameters() if p.grad is not None
         }
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -205,6 +239,7 @@ class ScriptRecorder:
                 weights={name: print_tensor(p) for name, p in parameters} if has_prints else {},
                 own_gradients={name: passes for name, passes in own_gradients.items() if passes and has_prints},
                 own_eps=own.eps,
+                eps=max(own.eps, self._precision.eps),
                 num_discarded=own.take_discarded() if known.step else 0,
                 calls=self._forwards.take() if known.step else (),
                 buffers=self._buffers if has_prints else {},
@@ -247,12 +282,23 @@ class ScriptRecorder:
 
 def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
     """Start the recorder of this process as the environment says."""
+    if seed := environ.get(SEED_VARIABLE):
+        _seed_all(int(seed))
     return ScriptRecorder(
         Path(environ[FOLDER_VARIABLE]),
         last_step=int(environ.get(STEPS_VARIABLE, "0")),
         every=int(environ.get(EVERY_VARIABLE, "1")),
         checker=int(environ.get(CHECKER_VARIABLE, "0")),
+        keeps_batches=bool(environ.get(KEEP_VARIABLE)),
+        feed_from=Path(environ[FEED_VARIABLE]) if environ.get(FEED_VARIABLE) else None,
     )
+
+
+def _seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on all ranks, before the first line of a script that seeds nothing."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:

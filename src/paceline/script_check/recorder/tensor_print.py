@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.script_check.recording import TensorPrint
-from paceline.verification.fingerprints.fingerprint import NUM_PROJECTIONS, projection_signs
+from paceline.verification.fingerprints.fingerprint import NUM_PROJECTIONS, max_rounding, projection_signs
 
 _BLOCK = 4096
 _CPU_BLOCKS, _GPU_BLOCKS = 64, 1024  # that are summarized at a time
@@ -39,8 +40,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return _integers(tensor.detach().contiguous().reshape(-1)).long()
 
 
-def print_tensor(tensor: Tensor, *, scale: float = 1.0) -> TensorPrint:
-    """Return the summary of a tensor times `scale`, or of this rank's part of a sharded tensor."""
+def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> TensorPrint:
+    """Return the summary of a tensor times `scale`, or of this rank's part of a sharded tensor.
+
+    With `eps`, the machine epsilon of the type in which it was computed, elements that may be rounding are counted.
+    """
     local, part, shape = _local_part(tensor.detach())
     flat = local.contiguous().reshape(-1)
     first = 0 if part is None else _range_start(part, shape)
@@ -63,14 +67,26 @@ def print_tensor(tensor: Tensor, *, scale: float = 1.0) -> TensorPrint:
         sums += torch.cat([square.reshape(1), projections])
         largest = torch.maximum(largest, top)
     square_sum, *totals, top_value = torch.cat([sums, largest.reshape(1)]).tolist()
+    numel = local.numel() if shape is None else int(torch.Size(shape).numel())
     return TensorPrint(
-        numel=local.numel() if shape is None else int(torch.Size(shape).numel()),
+        numel=numel,
         norm=square_sum**0.5 * abs(scale),
         largest=top_value * abs(scale),
         projections=tuple(total * scale for total in totals),
         digest=int(digest) % (1 << 64),
         part=part,
+        faint_share=_num_faint(flat, top_value, eps) / max(numel, 1) if eps else 0.0,
     )
+
+
+def _num_faint(flat: Tensor, largest: float, eps: float) -> int:
+    """Return how many elements are not zero, and small enough to be rounding of the others."""
+    limit = max_rounding(eps) * largest
+    count = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if isfinite(limit):
+        for _, chunk in _chunks(flat, 0):
+            count += chunk.count_nonzero() - (chunk.abs() > limit).count_nonzero()
+    return int(count)
 
 
 def project_tensor(tensor: Tensor) -> tuple[float, ...]:
