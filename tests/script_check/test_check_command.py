@@ -93,6 +93,41 @@ def test_a_stop_signal_also_ends_a_script_that_makes_no_step(tmp_path: Path) -> 
     assert recorded_processes(tmp_path / "kept") == []
 
 
+STOPPED_AT_THE_START = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from paceline.script_check import script_process
+from paceline.script_check.recording import ScriptRecording
+
+start = subprocess.Popen
+
+def start_and_stop(*args, **options):
+    process = start(*args, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    return process
+
+subprocess.Popen = start_and_stop
+folder, command = Path("kept"), (sys.executable, "-c", "import time; time.sleep(10000)")
+try:
+    script_process.run_recorded(
+        ScriptRecording(command=command, steps=1), folder=folder, wait_seconds=60, environ=os.environ, report=print
+    )
+except SystemExit as error:
+    print("exit", error.code, script_process.recorded_processes(folder))
+"""
+
+
+def test_a_stop_signal_while_the_command_starts_ends_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_AT_THE_START],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    for left in recorded_processes(tmp_path / "kept"):
+        left.kill()
+    assert done.stdout == f"exit {128 + signal.SIGTERM} []\n", done
+
+
 def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = check(tmp_path, "--steps", "0", "--out", "kept", "--", sys.executable, "train.py", "5")
