@@ -61,6 +61,11 @@ def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
 
 
+def test_the_recorder_of_check_is_measured() -> None:
+    said = run("script_check.py --sizes 1M --rounds 2")
+    assert re.search(r"1\.0 M +\d+\.\d +\d\.\d{3} +\(", said), said
+
+
 def test_each_kind_of_save_is_measured() -> None:
     said = run("checkpoint_cost.py --megabytes 0.3 --step 0.01 --rounds 2 --steps 2")
     kinds = ("memory", "disk", "background", "torch async_save")

@@ -2,7 +2,7 @@
 
 `main` runs the loops named in `sys.argv[2:]` one after another, each in a forked process: it records itself into a
 folder of its name in `sys.argv[1]`, and the digest of its last weights is written beside the recording. A loop whose
-name begins with `PLAIN` is not recorded.
+name begins with `PLAIN` is not recorded, and one whose name begins with `SPARSE` only at every third step.
 """
 
 import hashlib
@@ -17,16 +17,25 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it, for a second in each process
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from paceline.script_check.recorder.script_recorder import start_recorder
-from paceline.script_check.recording import FOLDER_VARIABLE
+from paceline.script_check.recording import EVERY_VARIABLE, FOLDER_VARIABLE, STEPS_VARIABLE
 
 BATCH, CLASSES = 4, 3
-PLAIN = "plain: "
+PLAIN, SPARSE = "plain: ", "sparse: "
+TWO_PASSES = ("accumulation", "no_sync at the wrong pass", "zero_grad at each pass", "clipped at each pass")
 
 
 class Net(nn.Module):
@@ -41,6 +50,43 @@ class Net(nn.Module):
         return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
 
 
+class Stream(IterableDataset[Any]):
+    """The samples of a rank. Each worker reads a part of them, or all of them if nobody splits them."""
+
+    def __init__(self, data: TensorDataset, rank: int, *, is_split: bool) -> None:
+        self.rows = [data[place] for place in range(rank, len(data), 2)]
+        self.is_split = is_split
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        return iter(self.rows[info.id :: info.num_workers] if self.is_split else self.rows)
+
+
+def load(data: TensorDataset, rank: int, fault: str) -> DataLoader[Any]:
+    if "workers" in fault:
+        stream = Stream(data, rank, is_split=fault == "workers that split the samples")
+        return DataLoader(stream, batch_size=BATCH, num_workers=2)
+    if fault == "shuffled on each rank":
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
+        return DataLoader(data, batch_size=BATCH, sampler=sampler)
+    world = (1, 0) if fault == "the same samples" else (2, rank)
+    return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=world[0], rank=world[1]))
+
+
+def set_modes(model: nn.Module, x: Tensor, number: int, fault: str) -> None:
+    if fault == "an evaluation with gradients":
+        model.eval()
+        model(x)
+        model.train()
+    if fault == "a saliency map on one rank" and dist.get_rank() == 0:
+        model.eval()
+        shown = x.clone().requires_grad_()
+        torch.autograd.grad(model.module(shown).sum(), shown)
+        model.train()
+    if (fault == "eval mode on one rank" and number == 2 and dist.get_rank() == 0) or fault == "never in training mode":
+        model.eval()
+
+
 def wrap(model: nn.Module, fault: str) -> nn.Module:
     if fault.startswith("fsdp"):
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -51,7 +97,7 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
             for p in model.parameters():
                 p.detach().to_local().fill_(1e20)
         return model
-    if fault in ("not wrapped", "other start weights", "reduced to the sum"):
+    if fault in ("not wrapped", "other start weights", "reduced to the sum", "local SGD", "sent from one rank"):
         return model
     if fault == "a part that is trained later":
         model.first.requires_grad_(False)
@@ -60,7 +106,11 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
         return wrapped
     if fault == "an ignored parameter":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
-    return DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
+    wrapped = DistributedDataParallel(model, broadcast_buffers=fault != "buffers of each rank")
+    if fault == "compressed":
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped
 
 
 def reduce_by_hand(model: nn.Module, fault: str) -> None:
@@ -70,10 +120,27 @@ def reduce_by_hand(model: nn.Module, fault: str) -> None:
     if fault == "divided twice":
         for p in model.parameters():
             p.grad /= dist.get_world_size()
+    if fault == "clipped per parameter" or (fault == "one rank clips per parameter" and dist.get_rank() == 0):
+        for p in model.parameters():
+            nn.utils.clip_grad_norm_([p], 0.3)
+    if fault == "normalized per parameter":
+        for p in model.parameters():
+            p.grad /= p.grad.norm() / 10
+    if fault == "clipped at each pass":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     if fault == "clipped by value":
         nn.utils.clip_grad_value_(model.parameters(), 1e-4)
     if fault == "clipped" or (fault == "clipped on one rank" and dist.get_rank() == 0):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def share_weights(model: nn.Module, number: int, fault: str) -> None:
+    for p in model.parameters():
+        if fault == "local SGD" and number % 2:
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+        if fault == "sent from one rank":
+            dist.broadcast(p.data, 0)
 
 
 def closure(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -90,18 +157,23 @@ def train(fault: str) -> str:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, CLASSES, (64,)))
     wrapped = wrap(model, fault)
-    sampler = DistributedSampler(data, num_replicas=1 if fault == "the same samples" else world_size, rank=0 if fault == "the same samples" else rank)  # fmt: skip
-    if fault == "shuffled on each rank":
-        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
     trained = Net(has_batch_norm=False) if fault == "an old optimizer" else wrapped
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    if fault == "a part that does not learn":
+        parts = wrapped.module
+        frozen = {"params": parts.last.parameters(), "lr": 0.0}
+        others = [p for name, p in parts.named_parameters() if not name.startswith("last")]
+        optimizer = torch.optim.AdamW([{"params": others}, frozen], lr=1e-2)
     if fault == "a closure":
         optimizer = torch.optim.LBFGS(trained.parameters(), max_iter=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    num_passes = 2 if fault in ("accumulation", "no_sync at the wrong pass", "zero_grad at each pass") else 1
+    num_passes = 2 if fault in TWO_PASSES else 1
     scaler = torch.amp.GradScaler("cpu", enabled=fault == "a loss scale")
-    torch.manual_seed(rank)
-    for number, (x, y) in enumerate(DataLoader(data, batch_size=BATCH, sampler=sampler)):
+    torch.manual_seed(0 if fault == "the same random numbers" else rank)
+    for number, (x, y) in enumerate(load(data, rank, fault)):
+        if fault == "unequal batches":
+            x, y = x[: BATCH - 2 * rank], y[: BATCH - 2 * rank]
+        set_modes(wrapped, x, number, fault)
         is_last = (number + 1) % num_passes == 0
         skips = is_last if fault == "no_sync at the wrong pass" else not is_last
         with wrapped.no_sync() if skips and num_passes > 1 else nullcontext():
@@ -127,10 +199,35 @@ def train(fault: str) -> str:
                 scheduler.step()
             if fault == "another learning rate":
                 optimizer.param_groups[0]["lr"] *= 1 + rank
+            share_weights(wrapped, number, fault)
             if fault != "no zero_grad":
                 optimizer.zero_grad()
+    return digest_of(wrapped)
+
+
+def train_two_models(fault: str) -> str:
+    """Train a generator and a discriminator, each with an optimizer; the loss of each one is a line of its own."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 8), DistributedDataParallel(nn.Linear(8, 1))
+    if fault == "two models":
+        generator = DistributedDataParallel(generator)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=1e-3)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        x, made = torch.randn(BATCH, 8), generator(torch.randn(BATCH, 4))
+        of_discriminator.zero_grad()
+        (discriminator(made.detach()) - discriminator(x)).mean().backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        (-discriminator(made)).mean().backward()  # the generator's
+        of_generator.step()
+    return digest_of(generator)
+
+
+def digest_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
-    for p in wrapped.parameters():
+    for p in model.parameters():
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()
@@ -140,11 +237,13 @@ def run_loop(name: str, folder: Path) -> None:
     """Train in a process of its own, because the recorder has hooks on all modules and optimizers."""
     folder.mkdir(parents=True, exist_ok=True)
     if not name.startswith(PLAIN):
-        start_recorder({**os.environ, FOLDER_VARIABLE: str(folder)})
+        every = "3" if name.startswith(SPARSE) else "1"
+        start_recorder({**os.environ, FOLDER_VARIABLE: str(folder), EVERY_VARIABLE: every, STEPS_VARIABLE: "0"})
     rank = int(os.environ["RANK"])
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    digest = train(name.removeprefix(PLAIN))
+    fault = name.removeprefix(PLAIN).removeprefix(SPARSE)
+    digest = train_two_models(fault) if "two models" in fault else train(fault)
     (folder / f"digest-{rank}").write_text(digest)
     dist.destroy_process_group()
 

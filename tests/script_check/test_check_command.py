@@ -93,6 +93,41 @@ def test_a_stop_signal_also_ends_a_script_that_makes_no_step(tmp_path: Path) -> 
     assert recorded_processes(tmp_path / "kept") == []
 
 
+STOPPED_AT_THE_START = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from paceline.script_check import script_process
+from paceline.script_check.recording import ScriptRecording
+
+start = subprocess.Popen
+
+def start_and_stop(*args, **options):
+    process = start(*args, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    return process
+
+subprocess.Popen = start_and_stop
+folder, command = Path("kept"), (sys.executable, "-c", "import time; time.sleep(10000)")
+try:
+    script_process.run_recorded(
+        ScriptRecording(command=command, steps=1), folder=folder, wait_seconds=60, environ=os.environ, report=print
+    )
+except SystemExit as error:
+    print("exit", error.code, script_process.recorded_processes(folder))
+"""
+
+
+def test_a_stop_signal_while_the_command_starts_ends_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_AT_THE_START],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    for left in recorded_processes(tmp_path / "kept"):
+        left.kill()
+    assert done.stdout == f"exit {128 + signal.SIGTERM} []\n", done
+
+
 def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = check(tmp_path, "--steps", "0", "--out", "kept", "--", sys.executable, "train.py", "5")
@@ -104,6 +139,21 @@ def test_one_process_runs_to_its_end_and_the_recording_is_kept(tmp_path: Path) -
     assert plain.stdout == (tmp_path / "kept" / "output.log").read_text()
     again = check(tmp_path, "--out", "kept", "--", sys.executable, "train.py", "5")
     assert again.returncode == 2 and "--out kept is not an empty folder" in again.stderr
+
+
+def test_gradients_and_weights_of_some_steps_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--steps", "7", "--every", "4", "--out", "kept", "--", sys.executable, "train.py", "9")
+    done = check(tmp_path, *words)
+    assert done.returncode == 0 and "gradients and weights at 3 of 7 steps: --every leaves them out" in done.stdout, (
+        done
+    )
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "rank-0.jsonl").read_text().splitlines()[1:]]
+    assert [line["step"] for line in lines] == list(range(8)) and all(line["calls"] for line in lines[1:])
+    for field in ("weights", "gradients", "own_gradients"):
+        assert [line["step"] for line in lines[1:] if line[field]] == [1, 2, 4, 7], field
+    wrong = check(tmp_path, "--every", "0", "--", sys.executable, "train.py", "9")
+    assert wrong.returncode == 2 and "--every and --wait must be positive" in wrong.stderr, wrong
 
 
 def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from paceline.script_check.judge.script_run import read_script_run
 from paceline.script_check.judge.verdict import Verdict, judge
 from tests.forked_ranks import run_forked
-from tests.script_check.planted_loop import PLAIN
+from tests.script_check.planted_loop import PLAIN, SPARSE
 
 pytestmark = pytest.mark.one_worker
 SOUND = [
@@ -20,10 +20,17 @@ SOUND = [
     "fsdp in bfloat16",
     "sharpness-aware",
     "a closure",
+    "an evaluation with gradients",
+    "a saliency map on one rank",
+    "clipped per parameter",
+    "workers that split the samples",
+    SPARSE + "accumulation",
+    SPARSE + "a loss scale",
 ]
 FAULTS = {
     "the same samples": {"same-samples"},
     "not wrapped": {"gradients-own"},
+    "sent from one rank": {"gradients-own"},
     "the inner module is called": {"gradients-own"},
     "other start weights": {"gradients-own", "weights-differ"},
     "reduced to the sum": {"gradients-sum"},
@@ -39,11 +46,28 @@ FAULTS = {
     "clipped on one rank": {"gradients-scaled-otherwise"},
     "an old optimizer": {"optimizer-without-gradients"},
     "a part that is trained later": {"parameter-reduced-otherwise"},
+    "eval mode on one rank": {"modes-differ"},
+    "workers that read the same": {"workers-read-the-same"},
+    "clipped at each pass": {"passes-unequal"},
+    "one rank clips per parameter": {"gradients-scaled-otherwise"},
+    "two models, one without a wrapper": {"gradients-own"},
+    SPARSE + "no zero_grad": {"gradients-stale"},
+    SPARSE + "clipped on one rank": {"gradients-scaled-otherwise"},
+    SPARSE + "no_sync at the wrong pass": {"backward-not-reduced"},
+    SPARSE + "zero_grad at each pass": {"gradients-discarded"},
+    SPARSE + "an old optimizer": {"optimizer-without-gradients"},
+    SPARSE + "a part that does not learn": {"not-trained"},
 }
 NOTES = {
     "clipped by value": "clipped-by-value",
+    "compressed": "reduction-unexplained",
+    "local SGD": "gradients-own",
     "a fast schedule": "scheduler-steps",
     "shuffled on each rank": "common-samples",
+    "the same random numbers": "same-random-numbers",
+    "never in training mode": "eval-mode",
+    "unequal batches": "unequal-counts",
+    "normalized per parameter": "factors-by-parameter",
 }
 
 
@@ -51,7 +75,8 @@ NOTES = {
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recordings of all loops."""
     folder = tmp_path_factory.mktemp("recordings")
-    loops = [*SOUND, *FAULTS, *NOTES, *(PLAIN + loop for loop in SOUND)]
+    plain = dict.fromkeys(PLAIN + loop.removeprefix(SPARSE) for loop in SOUND)
+    loops = [*SOUND, *FAULTS, *NOTES, "two models", *plain]
     run_forked(
         "tests.script_check.planted_loop", [str(folder), *loops], ranks=2, folder=folder, environ={}, timeout=300
     )
@@ -80,7 +105,8 @@ def test_a_sound_loop_has_no_finding_and_the_same_weights(recordings: Path, loop
     assert verdict.findings == [] and verdict.exit_code == 0, verdict
     assert any("mean of all ranks' gradients (6 parameters)" in line for line in verdict.sound), verdict
     for rank in range(2):
-        digests = {(recordings / name / f"digest-{rank}").read_text() for name in (loop, PLAIN + loop)}
+        loops = (loop, PLAIN + loop.removeprefix(SPARSE))
+        digests = {(recordings / name / f"digest-{rank}").read_text() for name in loops}
         assert len(digests) == 1
 
 
@@ -88,6 +114,27 @@ def test_a_sound_loop_has_no_finding_and_the_same_weights(recordings: Path, loop
 def test_a_note_does_not_change_the_exit_code(recordings: Path, loop: str) -> None:
     verdict = verdict_of(recordings / loop)
     assert names(verdict, notes=True) == {NOTES[loop]} and names(verdict) == set(), verdict
+
+
+def test_a_finding_about_one_of_two_optimizers_names_it_and_its_own_lines(recordings: Path) -> None:
+    assert verdict_of(recordings / "two models").findings == []
+    (finding,) = verdict_of(recordings / "two models, one without a wrapper").findings
+    assert finding.text.startswith("optimizer of_generator (Adam): each rank steps with its own gradient"), finding
+    source = (Path(__file__).parent / "planted_loop.py").read_text().splitlines()
+    assert source[int(finding.line.partition(":")[2]) - 1].endswith("# the generator's"), finding
+    assert finding.hint.startswith("wrap the model"), finding
+
+
+def test_gradients_that_are_clipped_per_parameter_are_a_mean(recordings: Path) -> None:
+    text = " ".join(verdict_of(recordings / "clipped per parameter").sound)
+    assert "clipped per parameter or group, by 0." in text and "to 1, alike on all ranks" in text
+
+
+def test_only_some_steps_have_summaries_and_the_verdict_says_so(recordings: Path) -> None:
+    run = read_script_run(recordings / f"{SPARSE}clipped on one rank")
+    assert [step.number for step in run.steps if step.has_prints] == [1, 2, 3, 6]
+    verdict = judge(run)
+    assert verdict.not_exercised[0].startswith("gradients and weights at 4 of 8 steps"), verdict
 
 
 def test_the_verdict_says_what_the_run_did_not_exercise(recordings: Path) -> None:

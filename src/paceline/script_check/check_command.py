@@ -21,6 +21,8 @@ class CheckOptions:
 
     steps: int = 8
     """Number of optimizer steps to record; then the command is ended. 0: until it ends by itself."""
+    every: int = 1
+    """Summarize gradients and weights only at every n-th step, which costs less; at the first and last ones, too."""
     out: str | None = None
     """A folder for the recording, which must be new or empty; default: a temporary one, which is removed."""
     wait: float = 600.0
@@ -31,7 +33,7 @@ class CheckOptions:
 
 def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
     """Run the verb; `command` is what follows `--`. Return the exit code, the value for `--json`, and the text."""
-    refuse_options(steps=options.steps, wait=options.wait, out=options.out)
+    refuse_options(steps=options.steps, every=options.every, wait=options.wait, out=options.out)
     folder = Path(options.out) if options.out else Path(tempfile.mkdtemp(prefix="paceline-check-"))
     try:
         verdict, wrappers = check_script(command, options, folder)
@@ -47,7 +49,7 @@ def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
 
 def check_script(command: list[str], options: CheckOptions, folder: Path) -> tuple[Verdict, list[str]]:
     """Record a command into `folder`, and return the verdict and the classes around the model."""
-    origin = ScriptRecording(command=tuple(command), steps=options.steps)
+    origin = ScriptRecording(command=tuple(command), steps=options.steps, every=options.every)
     recorded = record_script(origin, folder=folder, wait_seconds=options.wait)
     if not recorded.run.steps:
         return _nothing_recorded(recorded), []

@@ -32,10 +32,11 @@ class RecordedScript:
         return sorted({name for step in self.run.steps for rank in step.ranks for name in rank.wrappers})
 
 
-def refuse_options(*, steps: int, wait: float, out: str | None) -> None:
+def refuse_options(*, steps: int, wait: float, out: str | None, every: int = 1) -> None:
     """Raise an error if an option can't be used, or the folder has something in it."""
-    if steps < 0 or wait <= 0:
-        raise UsageError("--steps can't be negative, and --wait must be positive.", hint="--steps 8 --wait 600")
+    if steps < 0 or every < 1 or wait <= 0:
+        positive = "--wait" if every >= 1 else "--every and --wait"
+        raise UsageError(f"--steps can't be negative, and {positive} must be positive.", hint="--steps 8 --wait 600")
     if out and Path(out).exists() and (Path(out).is_file() or any(Path(out).iterdir())):
         raise UsageError(f"--out {out} is not an empty folder.", hint="--out with a new folder")
 

@@ -10,6 +10,7 @@ from paceline.errors import UsageError
 
 FOLDER_VARIABLE = "PACELINE_SCRIPT_RECORDING"
 STEPS_VARIABLE = "PACELINE_SCRIPT_STEPS"
+EVERY_VARIABLE = "PACELINE_SCRIPT_EVERY"
 CHECKER_VARIABLE = "PACELINE_SCRIPT_CHECKER"
 """The process of `check`; without it, a recorded process ends at its next step."""
 SEED_VARIABLE = "PACELINE_SCRIPT_SEED"
@@ -20,6 +21,12 @@ FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
 """The folder of a recording whose batches the script gets in place of its own."""
 BATCH_FOLDER = "batches"
 _ORIGIN_FILE = "script.json"
+
+
+UNKNOWN_PARAMETER = "parameter "
+"""The names of parameters that are in no living module begin so."""
+FIRST_STEPS = 2
+"""The first steps have all summaries in any case; two of them tell a gradient that was not set to zero."""
 
 
 class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +47,12 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A forward pass of the outermost module in training mode. `samples` has a key for each of the first samples.
+    """A forward pass of the outermost module: one in training mode, or one in eval mode that has a backward pass.
+
+    `samples` has a key for each of the first samples. `num_targets` is the number of labels, or of tokens that are no
+    padding, and 0 if the inputs of the model do not say it. `is_weighted`: the script gives the model the count by
+    which the loss is divided. `random_state` has the digest of the random numbers' state before the pass, and 0 if the
+    pass drew none. `inactive` has the names of the dropout and BatchNorm modules that are in eval mode.
 
     `is_fed`: its inputs were those of another recording. `returns_loss`: one of its outputs is a number that needs a
     gradient, so the targets went through the model.
@@ -53,6 +65,11 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     line: str
     is_fed: bool = False
     returns_loss: bool = False
+    num_targets: int = 0
+    is_weighted: bool = False
+    random_state: int = 0
+    is_training: bool = True
+    inactive: tuple[str, ...] = ()
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +86,20 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `own_gradients` has the projections of the gradients that this rank computed itself, for each backward pass.
     `gradients` are those with which the optimizer stepped. `num_discarded` counts the backward passes of the step whose
-    gradients were set to zero before the step.
+    gradients were set to zero before the step. A step without `has_prints` has no gradients and no weights.
     """
 
     step: int
     optimizer: int
     optimizer_class: str
+    optimizer_name: str = ""
+    """The variable of the script that has the optimizer."""
+    has_prints: bool = True
     groups: tuple[dict[str, Any], ...]
     gradients: dict[str, TensorPrint] = {}
     weights: dict[str, TensorPrint] = {}
+    digests_before: dict[str, int] = {}
+    """The digests of a few small parameters just before the step: what happened to them since the last one."""
     own_gradients: dict[str, tuple[tuple[float, ...], ...]] = {}
     own_eps: float = 0.0
     eps: float = 0.0
@@ -85,7 +107,6 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     num_discarded: int = 0
     calls: tuple[ForwardCall, ...] = ()
     buffers: dict[str, int] = {}
-    draws_random_numbers: bool = False
     wrappers: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()
     sharding: str = ""
@@ -94,6 +115,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """How far each learning rate scheduler of this optimizer is."""
     lines: dict[str, str] = {}
     """The user's lines that called `backward` and `step`, as `file:number`."""
+    num_iterable_workers: int = 0
+    """Processes of the `DataLoader` that read one `IterableDataset`."""
 
 
 class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +130,7 @@ class ScriptRecording(msgspec.Struct, frozen=True, kw_only=True):
 
     command: tuple[str, ...]
     steps: int
+    every: int = 1
     seed: int | None = None
     has_batches: bool = False
     fed: str = ""

@@ -15,6 +15,7 @@ import psutil
 from paceline.launch.agent.signals import is_main_thread
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
+    EVERY_VARIABLE,
     FEED_VARIABLE,
     FOLDER_VARIABLE,
     KEEP_VARIABLE,
@@ -60,6 +61,7 @@ def run_recorded(
     own = {
         FOLDER_VARIABLE: str(folder.resolve()),
         STEPS_VARIABLE: str(origin.steps),
+        EVERY_VARIABLE: str(origin.every),
         CHECKER_VARIABLE: str(os.getpid()),
         SEED_VARIABLE: "" if origin.seed is None else str(origin.seed),
         KEEP_VARIABLE: "1" if origin.has_batches else "",
@@ -68,13 +70,13 @@ def run_recorded(
     }
     if origin.seed is not None:
         own["PYTHONHASHSEED"] = str(origin.seed)
-    with _termination_as_exit():
-        with output.open("wb") as stream:
+    process = None
+    with _termination_as_exit(), output.open("wb") as stream:
+        try:
             process = subprocess.Popen(
                 origin.command, env={**environ, **own}, start_new_session=True,
                 stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-        try:
             is_out_of_time = _wait(process, folder, wait_seconds=wait_seconds, report=report)
         finally:
             _end(process, folder)
@@ -110,16 +112,17 @@ def recorded_processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """End the command and all processes that it has started, and wait for it."""
-    if process.poll() is None:
+def _end(process: "subprocess.Popen[bytes] | None", folder: Path) -> None:
+    """End the command and all processes that it has started, and wait for it; None if a signal came as it started."""
+    if process is not None and process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
     for left in recorded_processes(folder):
         with suppress(psutil.Error):
             left.kill()
-    process.wait()
+    if process is not None:
+        process.wait()
 
 
 @contextmanager

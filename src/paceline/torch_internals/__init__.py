@@ -5,6 +5,7 @@ and the `_orig_mod` of a compiled module.
 
 Start with `private_api.py`.
 
+- `data_iterators.py`: The iterators of torch's `DataLoader`: how many processes read one iterable dataset.
 - `dispatch_modes.py`: Dispatch modes that observe every operation of a thread; the only module that uses torch's
   dispatch modes.
 - `flight_recorder.py`: The flight recorder of torch, which knows the collectives of a process that have not completed,

@@ -133,7 +133,7 @@ def _fit(reference: _Gradients, columns: Mapping[str, Vector]) -> tuple[Vector, 
 
 def _known_noise(first: ScriptRun, second: ScriptRun) -> Cause | None:
     lines = [rank for run in (first, second) for step in run.steps for rank in step.ranks]
-    if any(rank.draws_random_numbers for rank in lines):
+    if any(call.random_state for rank in lines for call in rank.calls):
         return Cause(
             text="the model draws random numbers in its forward, as dropout does, and each process draws other ones",
             hint="set dropout to 0 by the script's own options, and record both again",

@@ -3,8 +3,10 @@
 Start with `verdict.py`.
 
 - `coverage.py`: Statements about what a recorded run did not exercise, so that a clean verdict says nothing about it.
-- `data_findings.py`: Findings about the data: the same samples on several ranks, samples that come again, batches of
+- `data_findings.py`: Findings about the data: the same samples on several ranks or in several workers, and batches of
   unequal size.
+- `forward_findings.py`: Findings about the forward passes: modules in eval mode, and random numbers that are equal on
+  the ranks.
 - `reduction.py`: The reduction of gradients: those of a step are weighted sums of those that the ranks computed
   themselves.
 - `reduction_findings.py`: Findings about the reduction of gradients: reduced at all, how, at which backward pass, and

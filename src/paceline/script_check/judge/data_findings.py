@@ -1,23 +1,27 @@
-"""Findings about the data: the same samples on several ranks, samples that come again, batches of unequal size."""
+"""Findings about the data: the same samples on several ranks or in several workers, and batches of unequal size."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from paceline.console.formatting import plural
+from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
 _SHARED = 0.5  # share of equal samples from which on two ranks read the same ones
+_UNEQUAL_TARGETS = 0.02  # relative, of counts of targets that are worth a note
 _SAMPLER_HINT = "sampler=DistributedSampler(dataset); or draw the samples with a seed that contains the rank"
 
 
-def data_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
+def data_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the samples of the ranks, and notes about their order."""
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
     shared = list(_shared_samples(run, steps))
     yield from shared or _overlap(run, steps)
-    yield from _periods(run, steps)
+    unsplit = list(_unsplit_workers(run, steps))
+    yield from unsplit or _periods(run, steps)
+    yield from _unequal_counts(run, reductions)
 
 
 def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
@@ -86,6 +90,71 @@ def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFind
                 is_note=True,
             )
             return
+
+
+def _unsplit_workers(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
+    """Yield a finding if each batch comes as often in a row as processes of a `DataLoader` read an iterable dataset.
+
+    It is a note if the batches of one step are equal, because a script may use a batch several times on purpose.
+    """
+    count = max((rank.num_iterable_workers for step in steps for rank in step.ranks), default=0)
+    for rank in range(run.world_size if count > 1 else 0):
+        calls = [step.calls(rank) for step in steps]
+        if len({len(each) for each in calls}) > 1 or any(step.ranks[rank].num_discarded for step in steps):
+            continue
+        keys = [tuple(sorted(call.samples)) for each in calls for call in each]
+        groups = [keys[start : start + count] for start in range(0, len(keys) - count + 1, count)]
+        is_repeated = len(groups) > 1 and all(group[0] and len(set(group)) == 1 for group in groups)
+        if is_repeated and len({group[0] for group in groups}) == len(groups):
+            yield ScriptFinding(
+                name="workers-read-the-same",
+                text=f"rank {rank} reads each batch {count} times in a row: each of the {count} workers of its"
+                " DataLoader reads the whole IterableDataset",
+                step=steps[0].number,
+                line=steps[0].line("forward"),
+                hint="in __iter__ of the dataset, take only each n-th sample, by torch.utils.data.get_worker_info()",
+                is_note=len(calls[0]) > 1,
+            )
+            return
+
+
+def _unequal_counts(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[ScriptFinding]:
+    """Yield a note if batches of unequal size count alike, so that the gradient is no mean over all samples."""
+    others = {id(each.step) for each in reductions if each.total.kind not in ("mean", "scaled", "by-parameter")}
+    judged = {id(each.step) for each in reductions} - others
+    for step in run.steps:
+        unit, counts = _counts(step)
+        if id(step) not in judged or run.world_size < 2 or not counts:
+            continue
+        totals = [sum(of_rank) for of_rank in counts]
+        passes = {len(each) for rank in step.ranks for each in rank.own_gradients.values()}
+        has_passes = passes == {len(of_rank) for of_rank in counts} != {1}
+        values = [count for of_rank in counts for count in of_rank] if has_passes else totals
+        if min(values) < (1 - _UNEQUAL_TARGETS if unit == "targets" else 1) * max(values):
+            where = "the ranks and backward passes" if has_passes else "the ranks"
+            yield ScriptFinding(
+                name="unequal-counts",
+                text=f"{where} have {min(values)} to {max(values)} {unit} each, and their gradients count alike: if"
+                f" each loss is a mean, a mean of means is not the mean over all {unit}",
+                step=step.number,
+                line=step.line("forward"),
+                hint="divide the sum of the losses by the mean count of all ranks; right if the loss does that already",
+                is_note=True,
+            )
+            return
+
+
+def _counts(step: ScriptStep) -> tuple[str, list[list[int]]]:
+    """Return a unit and the counts of each rank's calls of the first model; no counts if the loss knows them."""
+    first = next((call.module for rank in range(len(step.ranks)) for call in step.calls(rank) if call.samples), "")
+    calls = [
+        [call for call in step.calls(rank) if call.module == first and call.samples] for rank in range(len(step.ranks))
+    ]
+    if not all(calls) or any(call.is_weighted for of_rank in calls for call in of_rank):
+        return "", []
+    if all(call.num_targets for of_rank in calls for call in of_rank):
+        return "targets", [[call.num_targets for call in of_rank] for of_rank in calls]
+    return "samples", [[call.num_samples for call in of_rank] for of_rank in calls]
 
 
 def has_unequal_counts(run: ScriptRun) -> bool:

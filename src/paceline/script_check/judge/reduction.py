@@ -14,6 +14,9 @@ from paceline.script_check.judge.script_run import ScriptStep, Vector
 
 _RESIDUAL = 2e-3  # relative, of a fit that explains the gradient; measured: float32 stays below 1e-4
 _EQUAL = 5e-3  # relative, of weights that count as equal
+LOST = 0.01  # relative, of the weight of a backward pass that does not arrive
+_SAME_FACTOR = 0.01  # relative, of factors of two parameters that count as the same
+_MULTIPLES = ("mean", "scaled", "sum", "mean-twice")  # kinds that are a multiple of the mean
 _MAX_PASSES = 32  # columns of a fit by backward passes
 
 
@@ -23,7 +26,8 @@ class Reduction:
 
     `kind`: `mean`, `sum`, `mean-twice` (divided by the ranks once more), `scaled` (a multiple of the mean: `factor`),
     `own` (of this rank alone), `unequal` (each rank has another of the `weights`), `passes` (each backward pass has
-    another one), `stale` (with the gradient of the step before), `zero`, or `unexplained`.
+    another one), `clipped-passes` (the same, as after clipping between the passes), `by-parameter` (each parameter has
+    another multiple of the mean), `stale` (with the gradient of the step before), `zero`, or `unexplained`.
     """
 
     kind: str
@@ -86,7 +90,8 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
             parameters[name] = (
                 _classify(weights, rank, tolerance) if is_explained else Reduction(kind="unexplained", residual=rest)
             )
-        total = Reduction(kind="unexplained", residual=residual)
+        parameters, kind = _explain_by_parameter(parameters, count=len(step.ranks))
+        total = Reduction(kind=kind, residual=residual)
     return StepReduction(step=step, rank=rank, total=total, parameters=parameters)
 
 
@@ -100,8 +105,41 @@ def _explain_by_passes(
     weights, residual = fit_weights(stacked, np.vstack([step.passes(name) / sizes[name] for name in names]))
     if residual > tolerance:
         return None
-    table = tuple(tuple(round(float(value), 3) for value in row) for row in weights.reshape(len(step.ranks), -1))
-    return Reduction(kind="passes", weights=table)
+    table = weights.reshape(len(step.ranks), -1)
+    rows = tuple(tuple(round(float(value), 5) + 0.0 for value in row) for row in table)
+    return Reduction(kind="clipped-passes" if _are_clipped(table) else "passes", weights=rows)
+
+
+def _are_clipped(table: Vector) -> bool:
+    """Return whether later passes count more and the last one of all ranks alike, as if each pass is clipped."""
+    last = table[:, -1]
+    is_rising = bool(np.all(np.diff(table, axis=1) >= -_EQUAL * last.mean()))
+    is_complete = bool(np.all(table > LOST * table.max(axis=0)))
+    return is_rising and is_complete and bool(np.ptp(last) <= _EQUAL * last.mean())
+
+
+def _explain_by_parameter(parameters: dict[str, Reduction], *, count: int) -> tuple[dict[str, Reduction], str]:
+    """Return the reductions of the parameters, and `by-parameter` if each one is a positive multiple of the mean.
+
+    If all multiples are the same one, but for some parameters that have as many times or parts of it as there are
+    ranks, these are reduced otherwise.
+    """
+    values = {name: each.factor for name, each in parameters.items() if each.kind in _MULTIPLES}
+    if count < 2 or len(values) < len(parameters) or min(values.values()) <= 0:
+        return parameters, "unexplained"
+    usual = float(np.median(list(values.values())))
+    others = {name: value / usual for name, value in values.items() if abs(value / usual - 1) > _SAME_FACTOR}
+    kinds = {
+        name: kind
+        for name, ratio in others.items()
+        for kind, times in (("sum", count), ("mean-twice", 1 / count))
+        if abs(ratio / times - 1) < _SAME_FACTOR
+    }
+    if len(kinds) == len(others) and len(others) * 2 < len(parameters):
+        common = Reduction(kind="mean" if abs(usual - 1) < _SAME_FACTOR else "scaled", factor=usual)
+        odd = {name: Reduction(kind=kind, factor=values[name]) for name, kind in kinds.items()}
+        return {name: odd.get(name, common) for name in parameters}, "unexplained"
+    return parameters, "by-parameter"
 
 
 def _explain_by_last_step(
@@ -136,7 +174,7 @@ def _classify(weights: Vector, rank: int, tolerance: float) -> Reduction:
         return Reduction(kind="unequal", weights=(tuple(round(float(value), 3) for value in weights),))
     for kind, value in (("mean", 1 / count), ("sum", 1.0), ("mean-twice", 1 / count**2)):
         if abs(mean / value - 1) < tolerance:
-            return Reduction(kind=kind)
+            return Reduction(kind=kind, factor=value * count)
     return Reduction(kind="scaled", factor=mean * count)
 
 

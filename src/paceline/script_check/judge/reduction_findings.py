@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import log2
 
 from paceline.console.formatting import plural
-from paceline.script_check.judge.reduction import Reduction, StepReduction, find_reductions
+from paceline.script_check.judge.reduction import LOST, Reduction, StepReduction, find_reductions
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
@@ -16,6 +16,7 @@ _CALL = (
     "call the wrapper, not model.module; no no_sync() around the last backward pass of a step; a process group with all"
     " ranks; right only if weights are averaged later, as in local SGD"
 )
+_CLIP_ROUNDING = 0.01  # relative, of a factor that clipping may give
 _HINTS = {
     "scaled-otherwise": "clip on all ranks alike, by a norm that all of them know",
     "sum": "divide by the number of ranks; right only if each rank divides its loss by the count of all ranks",
@@ -40,10 +41,16 @@ def all_reductions(run: ScriptRun) -> list[StepReduction]:
     """Return the reductions of all steps, each rank's one after another."""
     found: list[StepReduction] = []
     for number in sorted({step.optimizer for step in run.steps}):
-        steps = [step for step in run.steps if step.optimizer == number]
+        steps = [step for step in run.steps if step.optimizer == number and step.has_prints]
+        stale: set[int] = set()  # ranks
         for before, step in pairwise([None, *steps]):
             assert step is not None
-            found += find_reductions(step, before=before)
+            is_next = before is not None and before.number == step.number - 1
+            for each in find_reductions(step, before=before if is_next else None):
+                if each.total.kind == "stale":
+                    stale.add(each.rank)
+                is_still_stale = each.rank in stale and not is_next and each.total.kind == "unexplained"
+                found.append(replace(each, total=replace(each.total, kind="stale")) if is_still_stale else each)
     return found
 
 
@@ -52,27 +59,41 @@ def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> I
     named: set[str] = set()
     all_zero = bool(reductions) and all(each.total.kind == "zero" for each in reductions)
     own_steps = Counter(id(each.step) for each in reductions if each.total.kind == "own")
+    is_by_parameter = any(each.total.kind == "by-parameter" for each in reductions)
     for each in _with_unequal_factors(reductions):
         finding = _finding(
             each, world_size=run.world_size, all_zero=all_zero, is_everywhere=own_steps[id(each.step)] == run.world_size
         )
+        if is_by_parameter and {odd.kind for odd in each.odd_parameters.values()} <= {"sum", "mean-twice"}:
+            finding = None if each.odd_parameters else finding  # a factor that is the number of ranks by chance
         if finding is not None and finding.name not in named:
             named.add(finding.name)
-            yield finding
+            of = run.optimizer_name(each.step)
+            yield replace(finding, text=f"{of}: {finding.text}") if of else finding
     yield from _discarded(run)
 
 
 def _with_unequal_factors(reductions: Sequence[StepReduction]) -> Iterator[StepReduction]:
-    """Yield the reductions; a rank whose factor differs from that of rank 0 at the same step is `scaled-otherwise`."""
-    first: dict[int, float] = {}
+    """Yield the reductions; a rank whose factors differ from those of rank 0 at the same step is `scaled-otherwise`."""
+    first: dict[int, dict[str, float]] = {}
     for each in reductions:
-        factor = {"scaled": each.total.factor, "mean": 1.0}.get(each.total.kind)
-        expected = None if factor is None else first.setdefault(id(each.step), factor)
-        if factor is not None and expected is not None and abs(factor - expected) > 0.01 * expected:
-            weights = ((round(expected, 3), round(factor, 3)),)
+        factors_of_rank = _factors(each)
+        expected = first.setdefault(id(each.step), factors_of_rank) if factors_of_rank else {}
+        pairs = [(expected[name], value) for name, value in factors_of_rank.items() if name in expected]
+        unequal = [pair for pair in pairs if abs(pair[1] - pair[0]) > 0.01 * pair[0]]
+        if unequal:
+            weights = (tuple(round(value, 3) for value in unequal[0]),)
             yield replace(each, total=replace(each.total, kind="scaled-otherwise", weights=weights))
         else:
             yield each
+
+
+def _factors(reduction: StepReduction) -> dict[str, float]:
+    """Return the factors of the mean by parameter; nothing if a gradient is no multiple of the mean."""
+    total = reduction.total
+    if total.kind == "by-parameter":
+        return {name: each.factor for name, each in reduction.parameters.items()}
+    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in ("mean", "scaled") else {}
 
 
 def have_equal_factors(reductions: Sequence[StepReduction]) -> bool:
@@ -85,6 +106,11 @@ def factors(reductions: Sequence[StepReduction]) -> list[float]:
     return [each.total.factor for each in reductions if each.total.kind == "scaled"]
 
 
+def factors_by_parameter(reductions: Sequence[StepReduction]) -> list[float]:
+    """Return the factors of all parameters at the steps at which each parameter is multiplied by another one."""
+    return [value for each in reductions if each.total.kind == "by-parameter" for value in _factors(each).values()]
+
+
 def are_powers_of_two(values: Sequence[float]) -> bool:
     """Return whether all factors are powers of two, as loss scales are."""
     return all(value > 0 and abs(log2(value) - round(log2(value))) < 1e-3 for value in values)
@@ -94,9 +120,11 @@ def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool, is_ev
     step, total = reduction.step, reduction.total
     if total.kind in ("mean", "scaled") or (total.kind == "zero" and not all_zero):
         return None
+    if total.kind == "by-parameter":
+        return _enlarged(reduction)
     if world_size == 1 and total.kind not in ("stale", "zero"):
         return None
-    if total.kind == "passes":
+    if total.kind in ("passes", "clipped-passes"):
         return _lost_passes(reduction)
     if total.kind == "unexplained":
         return _odd_parameter(reduction)
@@ -118,7 +146,10 @@ def _lost_passes(reduction: StepReduction) -> ScriptFinding | None:
     table, rank = reduction.total.weights, reduction.rank
     others = [row for number, row in enumerate(table) if number != rank]
     count = len(table[0])
-    lost = [place + 1 for place in range(count) if others and all(abs(row[place]) < 0.01 for row in others)]
+    own = [abs(value) for value in table[rank]]
+    lost = [
+        place + 1 for place in range(count) if others and all(abs(row[place]) < LOST * own[place] for row in others)
+    ]
     step = reduction.step
     if lost and len(lost) < count:
         which = ", ".join(map(str, lost))
@@ -129,13 +160,37 @@ def _lost_passes(reduction: StepReduction) -> ScriptFinding | None:
             line=step.line("backward"),
             hint="no_sync() around all backward passes of a step but the last one",
         )
-    shown = "; ".join(f"rank {number}: {', '.join(f'{value:g}' for value in row)}" for number, row in enumerate(table))
+    shown = "; ".join(
+        f"rank {number}: {', '.join(f'{value:.3g}' for value in row)}" for number, row in enumerate(table)
+    )
+    is_clipped = reduction.total.kind == "clipped-passes"
+    text = f"the backward passes of a step count with unequal weights ({shown})"
     return ScriptFinding(
         name="passes-unequal",
-        text=f"the backward passes of a step count with unequal weights ({shown})",
+        text=f"{text}: the gradients are clipped between the passes" if is_clipped else text,
         step=step.number,
         line=step.line("backward"),
-        hint="divide the loss of each pass by the number of passes, and reduce after the last one",
+        hint="clip once in each step, after its last backward pass"
+        if is_clipped
+        else "divide the loss of each pass by the number of passes, and reduce after the last one",
+    )
+
+
+def _enlarged(reduction: StepReduction) -> ScriptFinding | None:
+    """Return a note if parameters have another factor each, and one of them is larger than 1, so that it is no clip."""
+    values = {name: each.factor for name, each in reduction.parameters.items()}
+    name = max(values, key=lambda each: values[each])
+    if values[name] <= 1 + _CLIP_ROUNDING:
+        return None
+    return ScriptFinding(
+        name="factors-by-parameter",
+        text=f"the mean of the ranks' gradients is multiplied by another factor for each parameter, {values[name]:.3g}"
+        f" for {name}",
+        step=reduction.step.number,
+        parameter=name,
+        line=reduction.step.line("step"),
+        hint="right where gradients are normalized for each parameter, or some are enlarged on purpose",
+        is_note=True,
     )
 
 
@@ -146,6 +201,9 @@ def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
         return _clipped_by_value(reduction)
     name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
     how = _describe(first)
+    if first.kind == "unexplained" and all(each.kind == "unexplained" for each in odd.values()):
+        text = f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})"
+        return _unexplained(reduction, text, parameter=name)
     return ScriptFinding(
         name="parameter-reduced-otherwise",
         text=f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})",
@@ -171,11 +229,18 @@ def _clipped_by_value(reduction: StepReduction) -> ScriptFinding:
     if largest and max(largest) - min(largest) <= 1e-6 * max(largest):
         text = f"gradients are clipped by value, at {max(largest):.3g}; how they are reduced can't be seen then"
         return ScriptFinding(name="clipped-by-value", text=text, step=step.number, line=step.line("step"), is_note=True)
+    text = "the gradients change between the backward and the step in a way that is no weighting of the ranks'"
+    return _unexplained(reduction, text)
+
+
+def _unexplained(reduction: StepReduction, text: str, *, parameter: str = "") -> ScriptFinding:
+    """Return a note: a fault in the reduction also gives the ranks different weights, which is a finding."""
     return ScriptFinding(
         name="reduction-unexplained",
-        text="the gradients change between the backward and the step in a way that is no weighting of the ranks'",
-        step=step.number,
-        line=step.line("step"),
+        text=text,
+        step=reduction.step.number,
+        parameter=parameter,
+        line=reduction.step.line("step"),
         hint="compressed or quantized gradients do that, and so does a hook on a parameter",
         is_note=True,
     )
@@ -187,7 +252,7 @@ def _discarded(run: ScriptRun) -> Iterator[ScriptFinding]:
     If the same samples go through the model several times, or samples that need a gradient, this may be meant: a
     closure, sharpness-aware minimization, adversarial training.
     """
-    steps = [step for step in run.steps if step.optimizer == 0]
+    steps = [step for step in run.steps if step.optimizer == 0 and step.has_prints]
     if len({step.optimizer for step in run.steps}) > 1 or not steps:
         return  # with several optimizers, each throws away what the loss of another one gave
     counts = [max(rank.num_discarded for rank in step.ranks) for step in steps]

@@ -31,15 +31,21 @@ class ScriptStep:
         """The number of the optimizer."""
         return self.ranks[0].optimizer
 
+    @property
+    def has_prints(self) -> bool:
+        """True if the gradients and weights of the step are recorded."""
+        return self.ranks[0].has_prints
+
     def samples(self, rank: int) -> Counter[tuple[str, int]]:
         """Return how often a rank gave each sample to a model."""
-        return Counter((call.module, key) for call in self._calls(rank) for key in call.samples)
+        return Counter((call.module, key) for call in self.calls(rank) for key in call.samples)
 
     def num_samples(self, rank: int) -> int:
         """Return how many samples a rank gave to its models."""
-        return sum(call.num_samples for call in self._calls(rank))
+        return sum(call.num_samples for call in self.calls(rank))
 
-    def _calls(self, rank: int) -> list[ForwardCall]:
+    def calls(self, rank: int) -> list[ForwardCall]:
+        """Return the forward passes of models that a rank made."""
         return [call for call in self.ranks[rank].calls if call.has_parameters]
 
     def line(self, kind: str) -> str:
@@ -128,6 +134,14 @@ class ScriptRun:
     def sharding(self) -> str:
         """The way in which weights are split; see `StepLine.sharding`."""
         return next((rank.sharding for step in self.steps for rank in step.ranks if rank.sharding), "")
+
+    def optimizer_name(self, step: ScriptStep) -> str:
+        """Return words for the optimizer of a step, as `optimizer og (Adam)`; "" if the script has only one."""
+        count = len({each.optimizer for each in self.steps})
+        if count < 2:
+            return ""
+        line = step.ranks[0]
+        return f"optimizer {line.optimizer_name or f'{step.optimizer + 1} of {count}'} ({line.optimizer_class})"
 
 
 def read_script_run(folder: Path) -> ScriptRun:

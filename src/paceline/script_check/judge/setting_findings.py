@@ -6,11 +6,14 @@ from itertools import pairwise
 from paceline.console.formatting import plural
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
+from paceline.script_check.judge.weight_findings import parameters_without_gradient
+from paceline.script_check.recording import UNKNOWN_PARAMETER
 
 
 def setting_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the settings of the optimizers."""
     yield from _optimizers_without_gradients(run)
+    yield from _replaced_parameters(run)
     yield from _unequal_options(run)
     yield from _fast_schedulers(run)
     counts = {len(recording.steps) for recording in run.ranks}
@@ -31,13 +34,33 @@ def _optimizers_without_gradients(run: ScriptRun) -> Iterator[ScriptFinding]:
         steps = [step for step in run.steps if step.optimizer == start.optimizer]
         if steps and not any(gradients for step in steps for gradients in step.gradients):
             count = plural(len(start.weights[0]), "parameter")
+            who = run.optimizer_name(start) or start.ranks[0].optimizer_class
             yield ScriptFinding(
                 name="optimizer-without-gradients",
-                text=f"{start.ranks[0].optimizer_class} steps, but none of its {count} ever has a gradient: the model"
-                " that is trained has other parameters",
+                text=f"{who} steps, but none of its {count} ever has a gradient: the model that is trained has other"
+                " parameters",
                 step=steps[0].number,
                 line=steps[0].line("step"),
                 hint="make the optimizer after the model has been copied, moved, wrapped and sharded",
+            )
+
+
+def _replaced_parameters(run: ScriptRun) -> Iterator[ScriptFinding]:
+    """Yield a note about parameters of an optimizer that are in no model and never have a gradient, if others have."""
+    unused = {name for name in parameters_without_gradient(run) if name.startswith(UNKNOWN_PARAMETER)}
+    for start in run.start:
+        names = sorted(unused & set(start.weights[0]))
+        steps = [step for step in run.steps if step.optimizer == start.optimizer]
+        if names and steps and len(names) < len(start.weights[0]):
+            yield ScriptFinding(
+                name="replaced-parameters",
+                text=f"{len(names)} of {plural(len(start.weights[0]), 'parameter')} of"
+                f" {run.optimizer_name(start) or start.ranks[0].optimizer_class} are in no model, and never have a"
+                " gradient: a part of the model was replaced after the optimizer was made",
+                step=steps[0].number,
+                line=steps[0].line("step"),
+                hint="make the optimizer after the model is complete",
+                is_note=True,
             )
 
 
@@ -48,10 +71,12 @@ def _unequal_options(run: ScriptRun) -> Iterator[ScriptFinding]:
                 names = [name for name in one if name in other and one[name] != other[name]]
                 if names:
                     name = names[0]
+                    group = f"parameter group {number}"
+                    of = run.optimizer_name(step)
                     yield ScriptFinding(
                         name="settings-differ",
-                        text=f"{name} of parameter group {number} is {one[name]} on rank 0, and {other[name]} on"
-                        f" another rank",
+                        text=f"{name} of {f'{group} of {of}' if of else group} is {one[name]} on rank 0, and"
+                        f" {other[name]} on another rank",
                         step=step.number,
                         line=step.line("step"),
                         hint="make the optimizer and its scheduler alike on all ranks",

@@ -1,25 +1,27 @@
 """The verdict on a recorded run: the findings with the causes first, what is sound, and what was not exercised."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from paceline.console.formatting import plural
+from paceline.console.formatting import first_names, plural
 from paceline.errors import ExitCode
 from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
+from paceline.script_check.judge.forward_findings import forward_findings
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import (
     all_reductions,
     are_powers_of_two,
     factors,
+    factors_by_parameter,
     have_equal_factors,
     reduction_findings,
 )
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.judge.setting_findings import setting_findings
-from paceline.script_check.judge.weight_findings import weight_findings
+from paceline.script_check.judge.weight_findings import averaged_steps, weight_findings
 
 _CONSEQUENCES = ("weights-differ", "buffers-differ")
 """Findings that follow from a wrong reduction, and are then left out."""
@@ -43,8 +45,15 @@ def judge(run: ScriptRun) -> Verdict:
     """Return the verdict on a run that has at least one step on all ranks."""
     reductions = all_reductions(run)
     found = list(
-        chain(data_findings(run), reduction_findings(run, reductions), weight_findings(run), setting_findings(run))
+        chain(
+            data_findings(run, reductions),
+            reduction_findings(run, reductions),
+            forward_findings(run),
+            weight_findings(run),
+            setting_findings(run),
+        )
     )
+    found = _with_averages(found, averaged_steps(run))
     findings = _without_consequences(found)
     faults = [finding for finding in findings if not finding.is_note]
     reason = "" if faults else _reason(run, reductions)
@@ -60,6 +69,19 @@ def judge(run: ScriptRun) -> Verdict:
     )
 
 
+def _with_averages(findings: Sequence[ScriptFinding], averaged: Sequence[int]) -> list[ScriptFinding]:
+    """Return the findings; if weights are averaged after some steps, own gradients are a note, as in local SGD."""
+    if not averaged or all(finding.name != "gradients-own" for finding in findings):
+        return list(findings)
+    steps = first_names([str(step) for step in averaged])
+    when = f"until their weights are averaged, after step {steps}, as in local SGD"
+    return [
+        replace(finding, is_note=True, text=f"{finding.text} {when}") if finding.name == "gradients-own" else finding
+        for finding in findings
+        if finding.name != "weights-differ" or not finding.step
+    ]
+
+
 def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFinding]:
     """Leave out what follows from an earlier wrong reduction."""
     causes = [
@@ -69,10 +91,12 @@ def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFindi
         and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-", "settings-"))
     ]
     first = min(causes, default=None)
+    has_same_samples = any(finding.name == "same-samples" and not finding.is_note for finding in findings)
     return [
         finding
         for finding in findings
         if not (finding.name in _CONSEQUENCES and first is not None and finding.step >= first)
+        and not (finding.name == "same-random-numbers" and has_same_samples)
     ]
 
 
@@ -93,16 +117,26 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     lines = []
     kinds = {each.total.kind for each in reductions}
     is_alike = have_equal_factors(reductions)
-    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled"} and is_alike:
-        names = max((len(each.step.judged_names) for each in reductions), default=0)
-        lines.append(f"each rank steps with the mean of all ranks' gradients ({plural(names, 'parameter')})")
+    if run.world_size > 1 and kinds and kinds <= {"mean", "scaled", "by-parameter"} and is_alike:
+        names = dict[int, int]()
+        for each in reductions:
+            optimizer = each.step.optimizer
+            names[optimizer] = max(names.get(optimizer, 0), len(each.step.judged_names))
+        of_all = plural(sum(names.values()), "parameter")
+        lines.append(f"each rank steps with the mean of all ranks' gradients ({of_all})")
+    clips = factors_by_parameter(reductions)
+    if clips and is_alike and "factors-by-parameter" not in found:
+        lines.append(
+            f"gradients are clipped per parameter or group, by {min(clips):.3g} to {max(clips):.3g}, alike on all ranks"
+        )
     scales = factors(reductions)
     if scales and is_alike:
         many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
         lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
-        lines.append("all ranks have equal weights, before the first step and after each one")
+        which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
+        lines.append(f"all ranks have equal weights, before the first step and after {which}")
     if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
         lines.append("at the same step, the ranks read different samples")
     return lines

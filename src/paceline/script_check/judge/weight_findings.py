@@ -48,7 +48,7 @@ def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
         names = _unequal_names(step)
         if not names:
             continue
-        of_all = plural(len(step.weights[0]), "parameter")
+        of_all = f"{plural(len(step.weights[0]), 'parameter')}{_of_optimizer(run, step)}"
         when = "before the first step" if not step.number else "after the step"
         yield ScriptFinding(
             name="weights-differ",
@@ -62,6 +62,26 @@ def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
             else "the ranks step with different gradients, or with different settings of the optimizer",
         )
         return
+
+
+def averaged_steps(run: ScriptRun) -> list[int]:
+    """Return the steps after which all ranks got the same weights, and those of no single rank, as by an average."""
+    by_number = {(step.optimizer, step.number): step for step in run.steps}
+    found = []
+    for step in run.steps:
+        after = by_number.get((step.optimizer, step.number + 1))
+        for name, digest in (after.ranks[0].digests_before if after is not None else {}).items():
+            own = {weights[name].digest for weights in step.weights if name in weights}
+            is_equal = after is not None and all(rank.digests_before.get(name) == digest for rank in after.ranks)
+            if is_equal and len(own) > 1 and digest not in own:
+                found.append(step.number)
+                break
+    return found
+
+
+def _of_optimizer(run: ScriptRun, step: ScriptStep) -> str:
+    name = run.optimizer_name(step)
+    return f" of {name}" if name else ""
 
 
 def _unequal_names(step: ScriptStep) -> list[str]:
@@ -106,14 +126,15 @@ def _unequal_buffers(run: ScriptRun) -> Iterator[ScriptFinding]:
 def _unchanged(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding about parameters that have a gradient, and are the same after all steps."""
     for start in run.start:
-        steps = [step for step in run.steps if step.optimizer == start.optimizer]
+        steps = [step for step in run.steps if step.optimizer == start.optimizer and step.has_prints]
         if len(steps) < 2 or not any(_learning_rate(step) for step in steps):
             continue
         names = [name for name, each in start.weights[0].items() if _is_unchanged(name, each, steps)]
         if names:
             yield ScriptFinding(
                 name="not-trained",
-                text=f"{len(names)} of {plural(len(start.weights[0]), 'parameter')}, as {first_names(names)}, with a"
+                text=f"{len(names)} of {plural(len(start.weights[0]), 'parameter')}{_of_optimizer(run, steps[0])}, as"
+                f" {first_names(names)}, with a"
                 f" gradient at every step, keep their values for {plural(len(steps), 'step')}",
                 step=steps[-1].number,
                 parameter=names[0],

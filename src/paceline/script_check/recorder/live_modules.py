@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.script_check.recording import UNKNOWN_PARAMETER
 from paceline.verification.fingerprints.record import strip_wrapper_names
 
 _MAX_DEPTH = 16  # of wrappers around a model
@@ -71,6 +72,19 @@ def find_schedulers(optimizer: Optimizer) -> list[Any]:
     return [each for each in _living(LRScheduler) if getattr(each, "optimizer", None) is optimizer]
 
 
+def inactive_modules(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the dropout and BatchNorm modules that are in eval mode."""
+    return tuple(
+        f"{strip_wrapper_names(name)} ({type(each).__name__})".strip()
+        for name, each in module.named_modules()
+        if not each.training
+        and (
+            (isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0)
+            or (isinstance(each, nn.modules.batchnorm._BatchNorm) and each.track_running_stats)
+        )
+    )
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers such as DistributedDataParallel and a compiled module."""
     return _wrapper_chain(module)[-1]
@@ -107,4 +121,4 @@ def _names(outermost: Sequence[nn.Module], order: dict[int, int]) -> dict[int, s
                 while name in names.values():
                     name = f"{type(unwrap(top)).__name__}:{name}"
                 names[id(p)] = name
-    return names | {key: f"parameter {place}" for key, place in order.items() if key not in names}
+    return names | {key: f"{UNKNOWN_PARAMETER}{place}" for key, place in order.items() if key not in names}

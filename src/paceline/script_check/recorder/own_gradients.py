@@ -5,7 +5,7 @@ FSDP2, the leaves of the backward are the whole parameters that exist during the
 own forward begins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,14 @@ class OwnGradients:
         self._passes: dict[int, list[tuple[float, ...]]] = {}
         self._discarded: dict[int, int] = {}
         self._hooked: dict[int, Any] = {}  # the tensors, so that their ids stay theirs
+        self._lines: dict[int, str] = {}
         self._modules: set[int] = set()
         self.eps = 0.0
-        self.line = ""
+        self.is_active = True
+        """False during steps that are not recorded."""
 
     def observe(self, module: nn.Module) -> None:
-        """Hook the parameters of a module that is about to run in training mode."""
+        """Hook the parameters of a module that is about to run."""
         if id(module) in self._modules and all(id(p) in self._hooked for p in module.parameters() if p.requires_grad):
             return
         self._modules.add(id(module))
@@ -50,6 +52,11 @@ class OwnGradients:
     def take(self, parameter: Tensor) -> tuple[tuple[float, ...], ...]:
         """Return the projections for one parameter, and forget them."""
         return tuple(self._passes.pop(id(parameter), ()))
+
+    def take_line(self, parameters: Iterable[Tensor]) -> str:
+        """Return the user's line that called the first backward pass of some parameters, and forget it."""
+        lines = [self._lines.pop(id(p), "") for p in parameters]
+        return next(filter(None, lines), "")
 
     def take_discarded(self) -> int:
         """Return how many backward passes since the last step were set to zero, and forget it."""
@@ -72,12 +79,16 @@ class OwnGradients:
         tensor.register_hook(self._guard(partial(self._record, tensor, owner)))
 
     def _record(self, tensor: Tensor, owner: Any, gradient: Tensor) -> None:
+        if not self.is_active:
+            return
         passes = self._passes.setdefault(id(owner), [])
         if passes and tensor is owner and (owner.grad is None or not owner.grad.any()):
             self._discarded[id(owner)] = self._discarded.get(id(owner), 0) + len(passes)
+            self._lines.pop(id(owner), None)
             passes.clear()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         passes.append(project_tensor(gradient))
         self.eps = max(self.eps, rounding_of(gradient.dtype))
-        self.line = self.line or calling_line()
+        if not self._lines.get(id(owner)):
+            self._lines[id(owner)] = calling_line()

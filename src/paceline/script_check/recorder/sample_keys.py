@@ -10,6 +10,7 @@ from paceline.script_check.recorder.tensor_print import bits_of, mix_bits
 from paceline.torch_internals.pytree import tensor_leaves
 
 _MASK = "attention_mask"
+_IGNORED_LABEL = -100  # of the cross entropy of torch
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
 
 
@@ -33,6 +34,26 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
 def is_data(tensor: Tensor, *, own_outputs: set[int]) -> bool:
     """Return whether a tensor comes from the data: it needs no gradient, and is at no address in `own_outputs`."""
     return not tensor.requires_grad and tensor.data_ptr() not in own_outputs
+
+
+def count_targets(args: Any, kwargs: Any) -> int:
+    """Return the number of labels, or else of tokens that are no padding; 0 if the inputs have neither."""
+    labels, mask = _find_named(args, kwargs, "labels"), _find_named(args, kwargs, _MASK)
+    if labels is not None and not labels.is_floating_point():
+        return int((labels != _IGNORED_LABEL).sum())
+    return int((mask != 0).sum()) if mask is not None and mask.dim() == 2 else 0
+
+
+def has_loss_count(kwargs: Any) -> bool:
+    """Return whether the script gives the model the count by which the loss is divided."""
+    return isinstance(kwargs, Mapping) and kwargs.get("num_items_in_batch") is not None
+
+
+def _find_named(args: Any, kwargs: Any, name: str) -> Tensor | None:
+    """Return a tensor with a name among the arguments, or in a mapping that is one of them."""
+    mappings = [value for value in (kwargs, *args) if isinstance(value, Mapping)]
+    found = [each[name] for each in mappings if isinstance(each.get(name), Tensor)]
+    return next((tensor for tensor in found if not hasattr(tensor, "placements")), None)
 
 
 def _find_mask(kwargs: Any) -> Tensor | None:

@@ -28,11 +28,13 @@ from paceline.script_check.recorder.live_modules import (
     unwrap,
 )
 from paceline.script_check.recorder.own_gradients import OwnGradients
-from paceline.script_check.recorder.source_lines import calling_line
+from paceline.script_check.recorder.source_lines import calling_line, user_frame, variable_name
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
+    EVERY_VARIABLE,
     FEED_VARIABLE,
+    FIRST_STEPS,
     FOLDER_VARIABLE,
     KEEP_VARIABLE,
     SEED_VARIABLE,
@@ -46,9 +48,11 @@ from paceline.script_check.recording import (
     last_step_file,
     recording_file,
 )
+from paceline.torch_internals.data_iterators import num_iterable_workers
 from paceline.verification.fingerprints.fingerprint import FLOAT32_EPS
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
+_NUM_BEFORE = 4  # parameters whose digests before a step are written
 _PEER_SECONDS = 30.0  # for the other ranks to reach the last step
 
 
@@ -61,6 +65,8 @@ class _OptimizerRecord:
         self.step = 0
         self.modules = find_trained_modules(optimizer)
         self.schedulers = find_schedulers(optimizer)
+        self.num_iterable_workers = num_iterable_workers()
+        self.name = variable_name(user_frame(), optimizer)
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Return the optimizer's parameters with their names; those that were added are looked up again."""
@@ -73,8 +79,9 @@ class _OptimizerRecord:
 class ScriptRecorder:
     """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0.
 
-    If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none. `keeps_batches`: it
-    writes the script's batches. `feed_from` is the recording whose batches the script gets in place of its own.
+    It summarizes gradients and weights at the first steps, at the last one, and at every `every`-th one. If `checker`,
+    the process of `check`, was killed, it ends this process, too; 0 if there is none. `keeps_batches`: it writes the
+    script's batches. `feed_from` is the recording whose batches the script gets in place of its own.
     """
 
     def __init__(
@@ -83,12 +90,14 @@ class ScriptRecorder:
         *,
         last_step: int,
         checker: int = 0,
+        every: int = 1,
         keeps_batches: bool = False,
         feed_from: Path | None = None,
     ) -> None:
         self._folder = folder
         self._last_step = last_step
         self._checker = checker
+        self._every = every
         self._file: int | None = None
         self._rank, self._world_size = 0, 1
         self._is_off = False
@@ -96,6 +105,7 @@ class ScriptRecorder:
         self._optimizers: dict[int, _OptimizerRecord] = {}
         self._gradients: dict[str, TensorPrint] = {}
         self._buffers: dict[str, int] = {}
+        self._digests_before: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
         self._precision = ComputePrecision(guard=self.guard)
         self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward, see_batch=self._see_batch)
@@ -138,9 +148,12 @@ class ScriptRecorder:
             self._exchange.see_forward(module, args, kwargs)
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self._own_gradients.observe(module)
-        self._precision.observe(module)
         inner = unwrap(module)
+        if inner.training or not self._optimizers:  # a copy of the model that is evaluated is not kept alive
+            self._own_gradients.observe(module)
+            self._precision.observe(module)
+        if not self._own_gradients.is_active or not inner.training:
+            return
         buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]
         if inner is module or not buffers:
             return
@@ -162,6 +175,7 @@ class ScriptRecorder:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = _OptimizerRecord(optimizer, len(self._optimizers))
             self._write_step(self._optimizers[id(optimizer)])
+        self._look_at_weights(self._optimizers[id(optimizer)])
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
             self._look_at_gradients(optimizer)
@@ -174,13 +188,25 @@ class ScriptRecorder:
 
         return args[:1], {**kwargs, "closure": run_closure}
 
+    def _has_prints(self, step: int) -> bool:
+        """Return whether gradients and weights are summarized at this step of an optimizer."""
+        return step <= FIRST_STEPS or step == self._last_step or step % self._every == 0
+
+    def _look_at_weights(self, known: _OptimizerRecord) -> None:
+        has_prints = self._has_prints(known.step + 1)
+        whole = [(name, p) for name, p in known.parameters() if not hasattr(p, "placements")] if has_prints else []
+        chosen = sorted(whole, key=lambda item: item[1].numel())[:_NUM_BEFORE]
+        self._digests_before = {name: print_tensor(p).digest for name, p in chosen if p.numel() < _MAX_BUFFER_ELEMENTS}
+
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        known = self._optimizers[id(optimizer)]
+        if not self._has_prints(known.step + 1):
+            return
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
-        parameters = self._optimizers[id(optimizer)].parameters()
         eps = max(FLOAT32_EPS, self._precision.eps)
         self._gradients = {
-            name: print_tensor(p.grad, scale=scale, eps=eps) for name, p in parameters if p.grad is not None
+            name: print_tensor(p.grad, scale=scale, eps=eps) for name, p in known.parameters() if p.grad is not None
         }
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -190,6 +216,7 @@ class ScriptRecorder:
         known = self._optimizers[id(optimizer)]
         known.step += 1
         self._write_step(known)
+        self._own_gradients.is_active = any(self._has_prints(each.step + 1) for each in self._optimizers.values())
         if self._checker and not Path("/proc", str(self._checker)).exists() and Path("/proc/self").exists():
             os._exit(1)
         if self._last_step and known.step >= self._last_step:
@@ -197,28 +224,34 @@ class ScriptRecorder:
 
     def _write_step(self, known: _OptimizerRecord) -> None:
         parameters, own = known.parameters(), self._own_gradients
-        calls, draws = self._forwards.take() if known.step else ((), False)
         own_gradients = {name: own.take(p) for name, p in parameters} if known.step else {}
+        has_prints = self._has_prints(known.step)
         self._write(
             StepLine(
                 step=known.step,
                 optimizer=known.number,
                 optimizer_class=type(known.optimizer).__name__,
+                optimizer_name=known.name,
                 groups=tuple(_plain_options(group) for group in known.optimizer.param_groups),
+                has_prints=has_prints,
                 gradients=self._gradients if known.step else {},
-                weights={name: print_tensor(p) for name, p in parameters},
-                own_gradients={name: passes for name, passes in own_gradients.items() if passes},
+                digests_before=self._digests_before if known.step else {},
+                weights={name: print_tensor(p) for name, p in parameters} if has_prints else {},
+                own_gradients={name: passes for name, passes in own_gradients.items() if passes and has_prints},
                 own_eps=own.eps,
                 eps=max(own.eps, self._precision.eps),
                 num_discarded=own.take_discarded() if known.step else 0,
-                calls=calls,
-                buffers=self._buffers,
-                draws_random_numbers=draws,
-                wrappers=known.modules.wrappers,
-                batch_norms=known.modules.batch_norms,
-                sharding=known.modules.sharding,
+                calls=self._forwards.take() if known.step else (),
+                buffers=self._buffers if has_prints else {},
+                wrappers=known.modules.wrappers if has_prints else (),
+                batch_norms=known.modules.batch_norms if has_prints else (),
+                sharding=known.modules.sharding if has_prints else "",
                 scheduler_steps=tuple(int(scheduler.last_epoch) for scheduler in known.schedulers),
-                lines={"backward": own.line, "step": calling_line()},
+                lines={
+                    "backward": own.take_line(p for _, p in parameters) if known.step else "",
+                    "step": calling_line(),
+                },
+                num_iterable_workers=known.num_iterable_workers,
             )
         )
         self._gradients = {}
@@ -254,6 +287,7 @@ def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
     return ScriptRecorder(
         Path(environ[FOLDER_VARIABLE]),
         last_step=int(environ.get(STEPS_VARIABLE, "0")),
+        every=int(environ.get(EVERY_VARIABLE, "1")),
         checker=int(environ.get(CHECKER_VARIABLE, "0")),
         keeps_batches=bool(environ.get(KEEP_VARIABLE)),
         feed_from=Path(environ[FEED_VARIABLE]) if environ.get(FEED_VARIABLE) else None,

@@ -1,6 +1,8 @@
 """Summaries of tensors on their own device: random projections, norm and digest, without a copy of the tensor."""
 
+from collections.abc import Iterator
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
@@ -10,7 +12,11 @@ from paceline.script_check.recording import TensorPrint
 from paceline.verification.fingerprints.fingerprint import NUM_PROJECTIONS, max_rounding, projection_signs
 
 _BLOCK = 4096
-_CHUNK = 256 * _BLOCK  # elements that are converted to float64 at a time
+_CPU_BLOCKS, _GPU_BLOCKS = 64, 1024  # that are summarized at a time
+_NUM_SUMS = 1 + NUM_PROJECTIONS
+_NARROW_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST, _LARGEST = 1e-15, 1e15  # magnitudes whose squares float32 can add
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
 _SIZES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
 MAX_EPS = 2.0**-7  # of bfloat16
@@ -23,12 +29,15 @@ def mix_bits(value: Tensor) -> Tensor:
     return value ^ _shifted(value, 31)
 
 
+def _integers(flat: Tensor) -> Tensor:
+    """Return the bits of each element as an integer of its size, in one dimension."""
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view(_SIZES[flat.element_size()])
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the bits of each element as a 64-bit integer, in one dimension."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_SIZES[flat.element_size()]).long()
+    return _integers(tensor.detach().contiguous().reshape(-1)).long()
 
 
 def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> TensorPrint:
@@ -38,45 +47,55 @@ def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> Ten
     """
     local, part, shape = _local_part(tensor.detach())
     flat = local.contiguous().reshape(-1)
-    starts = None if part is None else _positions(part, shape, device=flat.device)
-    square, largest, digest = 0.0, 0.0, 0
-    projections = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        end = start + chunk.numel()
-        places = torch.arange(start, end, device=flat.device) if starts is None else starts[start:end]
-        values = chunk.double() * scale
-        square += float(values.square().sum())
-        largest = max(largest, float(values.abs().max()))
-        digest += int(mix_bits(bits_of(chunk) * 5 + mix_bits(places + 1)).sum())
-        projections += _project_chunk(values, start) if starts is None else _project_places(values, places)
+    first = 0 if part is None else _range_start(part, shape)
+    places = None if first is not None else _positions(part or (), shape, device=flat.device)
+    if flat.is_complex():
+        flat, first = torch.view_as_real(flat).reshape(-1), None if first is None else 2 * first
+        places = None if places is None else torch.stack([2 * places, 2 * places + 1], dim=1).reshape(-1)
+    sums = torch.zeros(_NUM_SUMS, dtype=torch.float64, device=flat.device)
+    largest, digest = sums.new_zeros(()), torch.zeros((), dtype=torch.int64, device=flat.device)
+    factor_type = torch.int64 if flat.element_size() == 8 else torch.int32
+    room = torch.empty(min(_chunk_size(flat), flat.numel() + 2 * _BLOCK), dtype=factor_type, device=flat.device)
+    for start, chunk in _chunks(flat, first or 0):
+        if places is None:
+            square, top, projections = _sums(chunk, start)
+            digest += _digest(chunk, start, room)
+        else:
+            values, own = chunk.double(), places[start : start + chunk.numel()]
+            square, top, projections = values.square().sum(), values.abs().max(), _project_places(values, own)
+            digest += _digest_places(chunk, own, room)
+        sums += torch.cat([square.reshape(1), projections])
+        largest = torch.maximum(largest, top)
+    square_sum, *totals, top_value = torch.cat([sums, largest.reshape(1)]).tolist()
     numel = local.numel() if shape is None else int(torch.Size(shape).numel())
     return TensorPrint(
         numel=numel,
-        norm=square**0.5,
-        largest=largest,
-        projections=tuple(projections.tolist()),
-        digest=digest % (1 << 64),
+        norm=square_sum**0.5 * abs(scale),
+        largest=top_value * abs(scale),
+        projections=tuple(total * scale for total in totals),
+        digest=int(digest) % (1 << 64),
         part=part,
-        faint_share=_num_faint(flat, largest / (scale or 1.0), eps) / max(numel, 1) if eps else 0.0,
+        faint_share=_num_faint(flat, top_value, eps) / max(numel, 1) if eps else 0.0,
     )
 
 
 def _num_faint(flat: Tensor, largest: float, eps: float) -> int:
     """Return how many elements are not zero, and small enough to be rounding of the others."""
-    limit, count = max_rounding(eps) * abs(largest), 0
-    for start in range(0, flat.numel(), _CHUNK):
-        magnitudes = flat[start : start + _CHUNK].abs()
-        count += int(((magnitudes <= limit) & (magnitudes > 0)).sum())
-    return count
+    limit = max_rounding(eps) * largest
+    count = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if isfinite(limit):
+        for _, chunk in _chunks(flat, 0):
+            count += chunk.count_nonzero() - (chunk.abs() > limit).count_nonzero()
+    return int(count)
 
 
 def project_tensor(tensor: Tensor) -> tuple[float, ...]:
     """Return only the projections of a whole tensor."""
     flat = tensor.detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        total += _project_chunk(flat[start : start + _CHUNK].double(), start)
+    for start, chunk in _chunks(flat, 0):
+        total += _project(chunk, start)
     return tuple(total.tolist())
 
 
@@ -115,9 +134,116 @@ def _positions(part: tuple[tuple[int, int], ...], shape: Any, *, device: torch.d
     return positions.reshape(-1)
 
 
+def _range_start(part: tuple[tuple[int, int], ...], shape: Any) -> int | None:
+    """Return the position of the first element of a part without gaps in the flattened tensor; None if it has gaps."""
+    split = [axis for axis, ((_, length), size) in enumerate(zip(part, shape, strict=True)) if length != size]
+    if not split:
+        return 0
+    row = int(torch.Size(shape[split[0] + 1 :]).numel())
+    is_one_range = len(split) == 1 and all(size == 1 for size in shape[: split[0]])
+    return part[split[0]][0] * row if is_one_range else None
+
+
+def _chunk_size(flat: Tensor) -> int:
+    """Return how many elements are summarized at a time: on a CPU, as many as its cache holds."""
+    return (_CPU_BLOCKS if flat.device.type == "cpu" else _GPU_BLOCKS) * _BLOCK
+
+
+def _chunks(flat: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield chunks that end at the end of a block, with their position in the whole tensor, which begins at `first`."""
+    size, done = _chunk_size(flat), 0
+    while done < flat.numel():
+        count = size - (first + done) % _BLOCK
+        yield first + done, flat[done : done + count]
+        done += count
+
+
+def _has_exact_float32(values: Tensor) -> bool:
+    """Return whether float64 would cost much, and products in float32 have all its digits."""
+    is_worthwhile = values.dtype in _NARROW_TYPES and values.numel() > _BLOCK and values.device.type == "cpu"
+    return is_worthwhile and torch.get_float32_matmul_precision() == "highest"
+
+
+def _sums(chunk: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of squares, the largest magnitude and the projections, of the blocks in float64."""
+    if _has_exact_float32(chunk):
+        values = chunk.float()
+        low, high = torch.aminmax(values)
+        top = torch.maximum(-low, high).double()
+        if _SMALLEST < float(top) < _LARGEST:
+            return torch.dot(values, values).double(), top, _project(values, start)
+    values = chunk.double()
+    return values.square().sum(), values.abs().max(), _project_rows(values, start)
+
+
+def _project(chunk: Tensor, start: int) -> Tensor:
+    """Return the projections of a chunk: products in float32 within a block, and sums of the blocks in float64."""
+    if _has_exact_float32(chunk):
+        with torch.autocast(chunk.device.type, enabled=False):
+            projections = _project_rows(chunk.float(), start)
+        if bool(projections.isfinite().all()):
+            return projections
+    return _project_rows(chunk.double(), start)
+
+
+def _project_rows(values: Tensor, start: int) -> Tensor:
+    front, first = start % _BLOCK, start // _BLOCK
+    position_signs = _position_signs(values.device, values.dtype)
+    if front + values.numel() <= _BLOCK:
+        sums = (values @ position_signs[front : front + values.numel()]).reshape(1, -1)
+    else:
+        sums = _rows(values, front) @ position_signs
+    signs = _block_signs(_num_blocks((first + len(sums)) * _BLOCK), values.device)[first : first + len(sums)]
+    return (sums.double() * signs).sum(dim=0)
+
+
+def _rows(values: Tensor, front: int) -> Tensor:
+    """Return values as rows of whole blocks; zeros fill the first `front` places, and those after the end."""
+    count = -(-(front + values.numel()) // _BLOCK)
+    if front == 0 and values.numel() == count * _BLOCK:
+        return values.view(count, _BLOCK)
+    padded = values.new_zeros(count * _BLOCK)
+    padded[front : front + values.numel()] = values
+    return padded.view(count, _BLOCK)
+
+
+def _digest(chunk: Tensor, start: int, room: Tensor) -> Tensor:
+    """Return the sum of the bits of each element times the factors of its place and of its block, modulo 2^64.
+
+    The factors are odd, so that one changed element always changes the sum (multilinear hashing: Carter and Wegman,
+    1979). `room` has the products, which wrap around in 32 bits unless the elements are larger.
+    """
+    front, first = start % _BLOCK, start // _BLOCK
+    bits = _integers(chunk)
+    place_factors = _factors(_BLOCK, chunk.device, room.dtype)
+    if front + len(bits) <= _BLOCK:
+        sums = (bits * place_factors[front : front + len(bits)]).sum(dtype=torch.int64).reshape(1)
+    else:
+        rows = _rows(bits, front)
+        products = torch.mul(rows, place_factors, out=room[: rows.numel()].view(rows.shape))
+        sums = products.sum(dim=1, dtype=torch.int64)
+    factors = _factors(_num_rows(first + len(sums)), chunk.device, torch.int64)[first : first + len(sums)]
+    return (sums * factors).sum()
+
+
+def _digest_places(chunk: Tensor, places: Tensor, room: Tensor) -> Tensor:
+    """Return the same sum for elements at any places."""
+    if not len(places):
+        return torch.zeros((), dtype=torch.int64, device=chunk.device)
+    products = _integers(chunk) * _factors(_BLOCK, chunk.device, room.dtype)[places % _BLOCK]
+    factors = _factors(_num_rows(int(places.max()) // _BLOCK + 1), chunk.device, torch.int64)
+    return (products.long() * factors[places // _BLOCK]).sum()
+
+
 @cache
-def _position_signs(device: torch.device) -> Tensor:
-    return torch.from_numpy(projection_signs(0)[0]).to(device)
+def _factors(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return odd, well mixed numbers; the first ones are the same for any count."""
+    return (mix_bits(torch.arange(1, count + 1, device="cpu") * _GOLDEN) | 1).to(device, dtype)
+
+
+@cache
+def _position_signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(projection_signs(0)[0]).to(device, dtype)
 
 
 @cache
@@ -125,18 +251,13 @@ def _block_signs(count: int, device: torch.device) -> Tensor:
     return torch.from_numpy(projection_signs(count * _BLOCK)[1]).to(device)
 
 
+def _num_rows(end: int) -> int:
+    """Return a number of rows from `end` on, out of few numbers, because what depends on it is cached."""
+    return 1 << max(0, (end - 1).bit_length())
+
+
 def _num_blocks(end: int) -> int:
-    """Return a number of blocks that holds `end` elements, out of few numbers, because the signs are cached."""
-    return 1 << max(0, (-(-end // _BLOCK) - 1).bit_length())
-
-
-def _project_chunk(values: Tensor, start: int) -> Tensor:
-    """Return the projections of values that begin at `start`, a multiple of the block size."""
-    blocks, first = -(-values.numel() // _BLOCK), start // _BLOCK
-    padded = values.new_zeros(blocks * _BLOCK)
-    padded[: values.numel()] = values
-    signs = _block_signs(_num_blocks((first + blocks) * _BLOCK), values.device)[first : first + blocks]
-    return (padded.view(blocks, _BLOCK) @ _position_signs(values.device) * signs).sum(dim=0)
+    return _num_rows(-(-end // _BLOCK))
 
 
 def _project_places(values: Tensor, places: Tensor) -> Tensor:
@@ -144,4 +265,4 @@ def _project_places(values: Tensor, places: Tensor) -> Tensor:
     if not values.numel():
         return values.new_zeros(NUM_PROJECTIONS)
     signs = _block_signs(_num_blocks(int(places.max()) + 1), values.device)
-    return values @ (_position_signs(values.device)[places % _BLOCK] * signs[places // _BLOCK])
+    return values @ (_position_signs(values.device, values.dtype)[places % _BLOCK] * signs[places // _BLOCK])
