@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.commands.command_table import VerbOutput
+from paceline.commands.common.option_checks import refuse_wait
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.judge.verdict import Verdict, judge
 from paceline.script_check.recording import has_reached_last_step
@@ -99,8 +100,9 @@ def _missing_ranks(run: ScriptRun, command: Sequence[str]) -> str:
 
 def _refuse(options: CheckOptions) -> None:
     """Raise an error if an option can't be used, or the folder has something in it."""
-    if options.steps < 0 or options.wait <= 0:
-        raise UsageError("--steps can't be negative, and --wait must be positive.", hint="--steps 8 --wait 600")
+    raise_all(refuse_wait(options.wait))
+    if options.steps < 0:
+        raise UsageError(f"--steps {options.steps} can't be negative.", hint="--steps 8")
     if options.out and Path(options.out).exists() and (Path(options.out).is_file() or any(Path(options.out).iterdir())):
         raise UsageError(f"--out {options.out} is not an empty folder.", hint="--out with a new folder")
 
