@@ -6,7 +6,7 @@ from paceline.comm.process_group import LaunchInfo, _hint_for_join
 from paceline.errors import JobError
 from paceline.launch.agent.worker_process import word_error_of_rank
 from paceline.launch.inherited_environment import NODES
-from paceline.nodes.rank_hints import hint_for_nodes
+from paceline.nodes.rank_hints import hint_for_nodes, hint_for_submit
 from tests.conftest import Shop
 
 HINT = "--ranks 1, or a loss over the samples of a microbatch"
@@ -17,15 +17,42 @@ HINT = "--ranks 1, or a loss over the samples of a microbatch"
     [
         (HINT, "--ranks 1 in place of --nodes, or a loss over the samples of a microbatch"),
         ("--ranks 6", "--ranks-per-node 2"),
-        ("--ranks 4", "4 ranks on all nodes together (--nodes N:HOST --ranks-per-node K)"),
+        ("--ranks 4", "--nodes 2:host1 --ranks-per-node 2"),
+        ("--ranks 5, or --layout tp=3", "--ranks 5 in place of --nodes, or --layout tp=3"),
+        (
+            "--layout ddp --ranks 4 --update ps,servers=2, or x",
+            "--layout ddp --nodes 2:host1 --ranks-per-node 2 --update ps,servers=2, or x",
+        ),
+        (
+            "--layout pp --ranks 5 --update ps,servers=2, or x",
+            "--layout pp --ranks 5 --update ps,servers=2 in place of --nodes, or x",
+        ),
         ("on one machine, --ranks 1", "on one machine, --ranks 1"),
         ("--ranks-per-node 2", "--ranks-per-node 2"),
     ],
 )
 def test_hints_about_ranks(hint: str, expected: str) -> None:
-    worded = hint_for_nodes(hint, num_nodes=3)
+    worded = hint_for_nodes(hint, nodes="3:host1")
     assert worded == expected
-    assert hint_for_nodes(worded, num_nodes=3) == expected, "a second time changes nothing"
+    assert hint_for_nodes(worded, nodes="3:host1") == expected, "a second time changes nothing"
+    assert hint_for_nodes(hint, nodes="2:3") == expected.replace(":host1", ""), "played nodes have no host"
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (HINT, "--nodes 1 --ranks-per-node 1, or a loss over the samples of a microbatch"),
+        ("--ranks 6", "--ranks-per-node 2"),
+        ("--layout ddp --ranks 4 --compress bf16", "--layout ddp --nodes 2 --ranks-per-node 2 --compress bf16"),
+        ("on one machine, --ranks 5", "on one machine, --nodes 1 --ranks-per-node 5"),
+        (
+            "leave it out; --nodes 2:4:HOST continues with fewer nodes",
+            "leave it out; --to ray --nodes 2:4 continues with fewer nodes",
+        ),
+    ],
+)
+def test_hints_of_submit_have_its_options(hint: str, expected: str) -> None:
+    assert hint_for_submit(hint, num_nodes=3) == expected
 
 
 def test_a_rank_of_several_nodes_does_not_advise_one_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

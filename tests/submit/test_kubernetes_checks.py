@@ -14,9 +14,9 @@ import yaml
 
 from paceline.errors import UsageError
 from paceline.submit.crd_checks import check_against_schema, read_crd_schema
-from paceline.submit.kubernetes_checks import check_kubernetes
+from paceline.submit.kubernetes_checks import check_kubernetes, count_amount
 from paceline.submit.kubernetes_files import kubernetes_file
-from paceline.submit.submission import Submission
+from paceline.submit.submission import Submission, is_image_reference
 from paceline.submit.target_options import KUBERNETES_KINDS, KubernetesOptions
 
 CRD = Path(__file__).parent / "jobset_crd.json"
@@ -44,10 +44,11 @@ def problems_of(document: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("kind", KUBERNETES_KINDS)
 @pytest.mark.parametrize("uses_gpus", [True, False])
 def test_what_is_written_is_accepted(kind: str, uses_gpus: bool) -> None:
-    for document in documents(kind, uses_gpus=uses_gpus, image='odd"image: x', run="/runs/ a 'run' \U0001f600"):
+    run = "/runs/ a \"run\": 'x' \U0001f600"
+    for document in documents(kind, uses_gpus=uses_gpus, image="host:5000/a_b/c-d:V1.2", run=run):
         assert problems_of(document) == []
         if document["kind"] == "JobSet":
-            assert "/runs/ a 'run' \U0001f600" in container(document)["command"]
+            assert run in container(document)["command"]
 
 
 def job(value: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +63,11 @@ def pod(value: dict[str, Any]) -> dict[str, Any]:
 
 def container(value: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = pod(value)["containers"][0]
+    return found
+
+
+def pod_of_job(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = value["spec"]["template"]["spec"]
     return found
 
 
@@ -90,6 +96,10 @@ PLANTS: list[tuple[str, Change, str]] = [
     ("jobset", lambda v: codes(v).update(values=[4, 2]), "[4, 2] must be in order"),
     ("jobset", lambda v: codes(v).update(containerName="main"), "containerName: 'main' is none of ['paceline']"),
     ("jobset", lambda v: pod(v).update(volumes=[]), "there is no volume 'runs'"),
+    ("jobset", lambda v: container(v).update(image="https://a/b"), "containers[0].image: 'https://a/b' is no image"),
+    ("jobset", lambda v: pod(v)["volumes"][1]["emptyDir"].update(sizeLimit="65536.5Mi"), "volumes[1].emptyDir.sizeLimit: '65536.5Mi' in memory is more"),
+    ("job", lambda v: pod_of_job(v)["volumes"][1]["emptyDir"].update(sizeLimit="69G"), "volumes[1].emptyDir.sizeLimit: '69G' in memory is more"),
+    ("trainjob", lambda v: v["spec"]["trainer"].update(image="a b"), "spec.trainer.image: 'a b' is no image"),
     ("jobset", lambda v: v["spec"]["replicatedJobs"][0].update(name="n" * 60), "the name of its last pod"),
     ("jobset", lambda v: v["spec"]["failurePolicy"]["rules"][0].update(name="is-stopped"), "rules[0].name: 'is-stopped'"),
     ("jobset", lambda v: v["spec"]["failurePolicy"]["rules"][1].update(onJobFailureReasons=["ExitCode2"]), "'ExitCode2' is none of"),
@@ -105,9 +115,49 @@ PLANTS: list[tuple[str, Change, str]] = [
 
 @pytest.mark.parametrize(("kind", "plant", "says"), PLANTS, ids=[says[:30] for _, _, says in PLANTS])
 def test_a_planted_mistake_is_found_and_its_field_is_named(kind: str, plant: Change, says: str) -> None:
-    document = copy.deepcopy(documents(kind)[0])
+    document = copy.deepcopy(documents(kind)[-1])
     plant(document)
     assert any(says in problem for problem in problems_of(document)), problems_of(document)
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"),
+    [("64Gi", "16Gi"), ("1Ti", "16Gi"), ("32Gi", "16Gi"), ("8Gi", "4096Mi"), ("8G", "3814Mi"), ("1Mi", "16Gi")],
+)
+def test_the_default_of_dev_shm_leaves_half_of_the_memory(memory: str, size: str) -> None:
+    [document] = yaml.safe_load_all(kubernetes_file(SUBMISSION, KubernetesOptions(memory=memory)).text)
+    assert pod(document)["volumes"][1]["emptyDir"]["sizeLimit"] == size
+    assert bool(problems_of(document)) is (memory == "1Mi")
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("1", 1.0), ("1Ki", 1024.0), ("2k", 2000.0), (".5Gi", 2.0**29), ("1E", 1e18), ("1e3", 1000.0), ("-1m", -1e-3),
+     ("1K", None), ("lots", None), ("nan", None), (None, None)],
+)  # fmt: skip
+def test_amounts_are_read_as_kubernetes_reads_them(text: str | None, amount: float | None) -> None:
+    assert count_amount(text) == amount
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("x", True),
+        ("a/b__c:latest", True),
+        ("123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1", True),
+        ("localhost:5000/a@sha256:" + "0" * 64, True),
+        ("my image", False),
+        ("a:b:c", False),
+        ("a/B", False),
+        ("a//b", False),
+        ("a:", False),
+        ("a@sha256:12", False),
+        ("docker://a/b", False),
+        ("é", False),
+    ],
+)
+def test_a_reference_of_an_image_is_told_from_other_texts(text: str, is_one: bool) -> None:
+    assert is_image_reference(text) is is_one
 
 
 def test_a_job_alone_is_checked_by_the_same_rules() -> None:

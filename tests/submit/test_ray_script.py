@@ -33,6 +33,10 @@ def test_the_script_describes_the_training_and_its_cluster(shop: Shop) -> None:
     path = Path(made["file"])
     assert path == shop.path / "runs/it's a/submit/ray_job.py"
     assert shlex.split(made["command"]) == ["ray", "job", "submit", "--", "python", str(path)]
+    first = path.read_text().splitlines()[0]
+    assert first == (
+        f"# Trains job.py on 2 to 4 nodes with 2 processes each, by Ray. Hand it in with: {made['command']}"
+    )
     printed = shop.call([sys.executable, "-c", PRINT_RUN, str(path)])
     assert printed.code == 0, printed.err
     for part in (

@@ -85,6 +85,7 @@ def test_the_same_job_gets_another_name_each_time_and_the_same_run_folder() -> N
         ("StoppingCondition", {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 100}, "100 is less than MaxRuntimeInSeconds"),
         ("StoppingCondition", {"MaxRuntimeInSeconds": 86400}, "spot training needs it"),
         ("AlgorithmSpecification", {"TrainingInputMode": "FastFile"}, "TrainingImage: is missing"),
+        ("AlgorithmSpecification", {"TrainingInputMode": "File", "TrainingImage": "my image"}, "TrainingImage: 'my image' is no image"),
         ("AlgorithmSpecification", {"TrainingInputMode": "File", "TrainingImage": IMAGE, "ContainerArguments": ["x" * 300]}, "ContainerArguments[0]: 300 characters"),
         ("ResourceConfigs", {}, "ResourceConfigs"),
         ("Environment", {"a-b": "1"}, "a-b"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import main
 from paceline.submit.submission import Submission, format_time
 from tests.conftest import Ended, Shop
 
@@ -114,7 +115,7 @@ def test_a_setting_of_the_user_replaces_the_one_of_the_scheduler(
         (("--array", "1-"), "--array 1- can't be read"),
         (("--array", "1-3", "--follow"), "--follow is for one job of Slurm or Kubernetes"),
         (("--device", "gpu"), "--device gpu"),
-        (("--array", "1-4", "--price", "1", "--budget", "24"), "may cost 96.00, and the budget is 24.00"),
+        (("--array", "1-3,2-4", "--price", "1", "--budget", "24"), "may cost 96.00, and the budget is 24.00"),
         (("--layout", "tp=3", "--nodes", "2"), "tp=3 needs"),
         (("--layout", "auto"), "--layout auto can't be handed in"),
         (("--train.stepz", "3"), "train.stepz"),
@@ -135,12 +136,137 @@ def test_a_setting_of_the_user_replaces_the_one_of_the_scheduler(
         (("--budget", "10"), "--budget needs the price"),
         (("--budget", "10", "--price", "2", "--nodes", "2", "--hours", "3"), "may cost 12.00, and the budget is 10.00"),
         (("--budget", "10", "--price", "3", "--nodes", "2", "--hours", "2"), "to do: --hours 1.66\n"),
+        (("--budget", "1", "--price", "30"), "may cost 720.00, and the budget is 1.00.\n  to do: --budget 720.00\n"),
+        (("--price", "-3", "--budget", "5"), "--price -3 must be above 0"),
+        (("--price", "0"), "--price 0 must be above 0"),
+        (
+            ("--price", "3", "--budget", "-1"),
+            "--budget -1 must be above 0, and at most 1e+12.\n  to do: --budget 100\n",
+        ),
+        (("--price", "1e300", "--budget", "1e300"), "--price 1e+300 must be above 0, and at most 1e+12"),
+        (("--hours", "1e9"), "--hours 1e+09 must be above 0, and at most a year"),
+        (("--hours", "-1"), "--hours -1 must be above 0"),
+        (("--job.file", "data-{task}"), "data-{task} needs --array, which says which numbers the tasks have"),
+        (("--seed", "{task}", "--to", "ray"), "to do: one submit for each training; only Slurm has arrays"),
+        (("--run-dir", "runs/{task}"), "runs/{task} needs --array"),
+        (("--array", "3-1"), "--array 3-1 can't be read"),
+        (("--array", "1-3,9-7"), "--array 1-3,9-7 can't be read"),
+        (("--array", "1-9999999999"), "--array 1-9999999999 can't be read"),
+        (("--array", "4000001"), "--array 4000001 can't be read"),
+        (("--array", "1-4%0"), "--array 1-4%0 can't be read"),
+        (("--to", "k8s", "--image", "my image"), "image: 'my image' is no image, such as registry.example/train:1"),
+        (
+            ("--to", "k8s", "--image", "Train:1", "--using", "kind=trainjob"),
+            "spec.trainer.image: 'Train:1' is no image",
+        ),
+        (("--image", "my image"), "--image 'my image' is no image and no path"),
+        (
+            ("--to", "k8s", "--image", "x", "--using", "memory=8Gi", "shared_memory=16Gi"),
+            "sizeLimit: '16Gi' in memory is more than the memory of the container, '8Gi', to which it counts",
+        ),
+        (("--to", "k8s", "--image", "x", "--using", "shared_memory=lots"), "sizeLimit: 'lots' is no amount above 0"),
+        (("--to", "k8s", "--image", "x", "--using", "memory=-8Gi"), "limits.memory: '-8Gi' must be above 0"),
+        (("--layout", "tp=3", "--nodes", "2"), "to do: --nodes 1 --ranks-per-node 3, or --layout tp=2\n"),
+        (("--layout", "tp=3", "--ranks-per-node", "2"), "to do: --ranks-per-node 3, or --layout tp=2\n"),
+        (
+            ("--to", "ray", "--nodes", "2:3", "--layout", "pp=2,dp_shard=-1"),
+            "where: 3 nodes, of --nodes 2:3\n  likely cause: the nearest layouts that fit: pp=3 · dp_shard=3\n"
+            "  to do: --nodes 2, or --ranks-per-node 2\n",
+        ),
+        (("--to", "ray", "--nodes", "1:4", "--layout", "tp=2,dp_shard=2"), "to do: --nodes 4\n"),
+        (("--to", "ray", "--nodes", "3:5", "--layout", "fsdp", "--compress", "bf16"), "to do: --layout ddp\n"),
+        (("--to", "ray", "--nodes", "2:900000000"), "on at most 1000 numbers of machines.\n  to do: --nodes 2:1001\n"),
+        (("--to", "ray", "--nodes", "100000:100001"), "100,001 ranks: at most 100,000 are allowed"),
     ],
 )
-def test_what_would_be_refused_is_refused_before_it_is_handed_in(shop: Shop, words: tuple[str, ...], says: str) -> None:
+def test_what_would_be_refused_is_refused_before_it_is_handed_in(
+    shop: Shop,
+    words: tuple[str, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(shop.path)
+    assert main(["submit", "job.py", "--run-dir", "runs/a", *words]) == 2
+    text = capsys.readouterr().err
+    assert says in text, text
+    assert not (shop.path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("submit", "job.py", "--hours"),
+        ("submit", "job.py", "--price"),
+        ("submit", "job.py", "--price", "1", "--budget"),
+        ("doctor", "--wait"),
+        ("plan", "job.py", "--seconds"),
+        ("simulate", "job.py", "--restart-seconds"),
+    ],
+    ids=lambda words: words[0] + words[-1],
+)
+@pytest.mark.parametrize("number", ["nan", "inf", "1e400", "-Infinity"])
+def test_an_option_refuses_a_number_that_is_not_finite(
+    words: tuple[str, ...], number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words[:-1], f"{words[-1]}={number}"]) == 2
+    assert f"{words[-1]} {number}: expected a finite number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "1e9"])
+@pytest.mark.parametrize(("verb", "command"), [("doctor", ()), ("check", ("--", "true"))], ids=["doctor", "check"])
+def test_nobody_waits_forever(
+    verb: str, command: tuple[str, ...], seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, f"--wait={seconds}", *command]) == 2
+    expected = "expected a finite number" if seconds == "nan" else "must be above 0, and at most a year, 31536000"
+    assert expected in capsys.readouterr().err
+
+
+def test_the_number_of_a_task_is_filled_in_only_on_the_command_line(shop: Shop) -> None:
+    shop.write("run.toml", '[job]\nfile = "data-{task}"\n')
+    done = submit(shop, "--array", "1-2", "--config", "run.toml")
+    assert done.code == 2 and "job.file = 'data-{task}': {task} is the number of a task only on the" in done.err, (
+        done.err
+    )
+    assert "to do: --job.file data-{task}" in done.err
+
+
+@pytest.mark.parametrize("word", ["runs/a\rb", "runs/a\u2028b"], ids=["carriage return", "line separator"])
+def test_a_line_break_of_any_kind_is_refused(shop: Shop, word: str) -> None:
+    done = shop.run("submit", "job.py", "--run-dir", word)
+    assert done.code == 2 and "a line break is in the job, the run folder" in done.err, done.err
+
+
+def test_a_line_break_in_the_working_folder_is_refused(shop: Shop) -> None:
+    folder = shop.path / "a\nb"
+    folder.mkdir()
+    (folder / "job.py").write_text((shop.path / "job.py").read_text())
+    done = Shop(folder).run("submit", "job.py")
+    assert done.code == 2 and "or the working folder" in done.err, done.err
+
+
+def test_a_dry_run_writes_the_file_and_hands_nothing_in(shop: Shop) -> None:
+    done = submit(shop, "--dry-run", "--follow")
+    assert done.code == 0 and done.out.endswith("To hand it in: sbatch runs/a/submit/job.sh\n"), done.err
+    assert (shop.path / "runs/a/submit/job.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("storage", "run", "stored"),
+    [
+        ("efs://fs-0123456789abcdef0/runs", "/opt/ml/input/data/runs/job-a", "efs://fs-0123456789abcdef0/runs/job-a"),
+        ("s3://bucket/runs/", "/opt/ml/checkpoints/run", "s3://bucket/runs/job-a/files/run"),
+    ],
+    ids=["file system", "S3"],
+)
+def test_sagemaker_says_where_the_run_folder_is(shop: Shop, storage: str, run: str, stored: str) -> None:
+    words = ("--to", "sagemaker", "--image", "a/b:1", "--using", "role=arn:aws:iam::123456789012:role/a",
+             "instance=ml.p4d.24xlarge", f"storage={storage}", "network=subnet-0123,sg-0123", "output=s3://bucket/output")  # fmt: skip
     done = submit(shop, *words)
-    assert done.code == 2 and says in done.err, done.err
-    assert not (shop.path / "runs/a/submit").exists()
+    assert done.code == 0 and f"\nrun folder on the machines: {run}, which is {stored}\n" in done.out, done.text
+    made = json.loads(submit(shop, *words, "--json").out)
+    assert made["run"] == run and f'"{run}"' in (shop.path / made["file"]).read_text()
 
 
 def test_the_help_of_submit_is_there(shop: Shop) -> None:

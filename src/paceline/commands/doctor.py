@@ -13,9 +13,10 @@ from threading import Timer
 import msgspec
 
 from paceline.commands.command_table import DoctorOptions, VerbOutput
+from paceline.commands.common.option_checks import refuse_wait
 from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
-from paceline.errors import UsageError
+from paceline.errors import UsageError, raise_all
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
@@ -29,6 +30,7 @@ _SLOW_SECONDS = 0.5
 
 def run_verb(options: DoctorOptions, _: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, the value for `--json`, and the text."""
+    raise_all(refuse_wait(options.wait))
     start_time = time.monotonic()
     place = node_place(options.nodes, options.node, os.environ)
     if place is not None and place.is_extra_task:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.commands.common.option_checks import refuse_wait
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
-from paceline.errors import UsageError
+from paceline.errors import UsageError, raise_all
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.recording import ScriptRecording, has_reached_last_step
 from paceline.script_check.script_process import ScriptEnd, run_recorded
@@ -34,9 +35,11 @@ class RecordedScript:
 
 def refuse_options(*, steps: int, wait: float, out: str | None, every: int = 1) -> None:
     """Raise an error if an option can't be used, or the folder has something in it."""
-    if steps < 0 or every < 1 or wait <= 0:
-        positive = "--wait" if every >= 1 else "--every and --wait"
-        raise UsageError(f"--steps can't be negative, and {positive} must be positive.", hint="--steps 8 --wait 600")
+    raise_all(refuse_wait(wait))
+    if steps < 0:
+        raise UsageError(f"--steps {steps} can't be negative.", hint="--steps 8")
+    if every < 1:
+        raise UsageError(f"--every {every} must be positive.", hint="--every 10")
     if out and Path(out).exists() and (Path(out).is_file() or any(Path(out).iterdir())):
         raise UsageError(f"--out {out} is not an empty folder.", hint="--out with a new folder")
 

@@ -7,9 +7,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline.submit.submission import IMAGE_EXAMPLE, is_image_reference
+
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_LABEL = 63
-_QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?\d+)?")
+_QUANTITY = re.compile(
+    r"(?P<number>[+-]?(\d+\.?\d*|\.\d+))(?P<unit>Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?\d+)?", re.ASCII
+)
+_UNITS = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3} | {
+    letter + binary: float((1024 if binary else 1000) ** power)
+    for power, letter in enumerate("KMGTPE", start=1)
+    for binary in ("", "i")
+}
 _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 _FAILURE_REASONS = (
     "BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy",
@@ -66,6 +75,8 @@ def check_kubernetes_job(spec: Fields, *, at: str) -> list[str]:
             found.append(f"{at}.template.spec.volumes[{number}]: the claim {claim!r} must be {_LABEL_TEXT}")
     for number, container in enumerate(containers):
         found += _check_container(container, volumes, at=f"{at}.template.spec.containers[{number}]")
+    for number, volume in enumerate(pod.get("volumes", [])):
+        found += _check_memory_volume(volume, containers, at=f"{at}.template.spec.volumes[{number}]")
     return found
 
 
@@ -88,18 +99,57 @@ def _check_container(container: Fields, volumes: set[Any], *, at: str) -> Iterat
     for field in ("name", "image"):
         if not container.get(field):
             yield f"{at}.{field}: is missing"
+    yield from _check_image(container, at=at)
     for number, mount in enumerate(container.get("volumeMounts", [])):
         if mount.get("name") not in volumes:
             yield f"{at}.volumeMounts[{number}].name: there is no volume {mount.get('name')!r}"
     yield from _check_amounts(container.get("resources", {}), at=f"{at}.resources")
 
 
+def _check_image(container: Fields, *, at: str) -> Iterator[str]:
+    image = container.get("image")
+    if image and not (isinstance(image, str) and is_image_reference(image)):
+        yield f"{at}.image: {image!r} is no image, such as {IMAGE_EXAMPLE}"
+
+
+def _check_memory_volume(volume: Fields, containers: Sequence[Fields], *, at: str) -> Iterator[str]:
+    """Return whether a volume in memory, which counts to the memory of its container, has room there."""
+    size = volume.get("emptyDir", {}).get("sizeLimit")
+    if size is None:
+        return
+    num_bytes = count_amount(size) or 0.0
+    if num_bytes <= 0:
+        yield f"{at}.emptyDir.sizeLimit: {size!r} is no amount above 0, such as 16Gi"
+    for container in containers if volume["emptyDir"].get("medium") == "Memory" else ():
+        limit = container.get("resources", {}).get("limits", {}).get("memory")
+        limit_bytes = (
+            None if str(limit).isdecimal() else count_amount(limit)
+        )  # without a unit, the limit itself is wrong
+        if limit_bytes is not None and num_bytes > limit_bytes:
+            yield (
+                f"{at}.emptyDir.sizeLimit: {size!r} in memory is more than the memory of the container, {limit!r}, to "
+                "which it counts"
+            )
+
+
+def count_amount(text: object) -> float | None:
+    """Return an amount in Kubernetes' spelling, such as 1024.0 for "1Ki"; None if it can't be read."""
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None:
+        return None
+    number, unit = match["number"], match["unit"] or ""
+    return float(f"{number}{unit}") if unit[:1] in ("e", "E") and unit[1:] else float(number) * _UNITS[unit]
+
+
 def _check_amounts(resources: Fields, *, at: str) -> Iterator[str]:
     limits, requests = resources.get("limits", {}), resources.get("requests", {})
     for field, amounts in (("limits", limits), ("requests", requests)):
         for name, amount in amounts.items():
-            if not _QUANTITY.fullmatch(str(amount)):
+            size = count_amount(amount)
+            if size is None:
                 yield f"{at}.{field}.{name}: {amount!r} is no amount, such as 200Gi"
+            elif size <= 0:
+                yield f"{at}.{field}.{name}: {amount!r} must be above 0"
             elif name == "memory" and str(amount).isdecimal():
                 yield f"{at}.{field}.{name}: {amount!r} is in bytes; with a unit: {amount}Gi"
     for name, amount in requests.items():
@@ -158,6 +208,7 @@ def _check_trainjob(spec: Fields) -> Iterator[str]:
     for field in trainer:
         if field not in known:
             yield f"spec.trainer.{field}: a trainer has no such field"
+    yield from _check_image(trainer, at="spec.trainer")
     for field in ("numNodes", "numProcPerNode"):
         value = trainer.get(field)
         if not isinstance(value, int) or value < 1:

@@ -5,11 +5,13 @@ import math
 import shlex
 from textwrap import indent
 
+from paceline.submit.kubernetes_checks import count_amount
 from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile, fill_template
 from paceline.submit.target_options import KubernetesOptions
 
 _POD_INDENTS = {"jobset": 14, "job": 6}
 _JOB_RESTARTS = 20
+_SHARED_GIBIBYTES, _MEBIBYTE = 16, 1 << 20
 
 
 def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> SubmissionFile:
@@ -32,7 +34,7 @@ def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> Submiss
         "requests": _amounts({**gpus, "cpu": needs.cpus, "memory": needs.memory}),
         "seconds": str(math.ceil(submission.hours * 3600)),
         "claim": _as_yaml(needs.claim),
-        "shared_memory": _as_yaml(needs.shared_memory),
+        "shared_memory": _as_yaml(needs.shared_memory or _default_shared_memory(needs.memory)),
         "runtime": _as_yaml(needs.runtime),
     }
     if kind in _POD_INDENTS:
@@ -41,6 +43,12 @@ def kubernetes_file(submission: Submission, needs: KubernetesOptions) -> Submiss
     return SubmissionFile(
         path=path, text=fill_template(f"{kind}.yaml", values), command=f"kubectl {verb} -f {values['path']}"
     )
+
+
+def _default_shared_memory(memory: str) -> str:
+    """Return the size of /dev/shm for an amount of memory, to which it counts."""
+    half = (count_amount(memory) or 0.0) / 2 / _MEBIBYTE
+    return f"{int(half)}Mi" if 1 <= half < _SHARED_GIBIBYTES * 1024 else f"{_SHARED_GIBIBYTES}Gi"
 
 
 def _as_yaml(value: str | list[str]) -> str:

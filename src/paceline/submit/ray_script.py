@@ -22,11 +22,10 @@ def ray_script(submission: Submission, needs: RayOptions, *, max_nodes: int) -> 
     resources = {"CPU": float(needs.cpus) * ranks, **({"GPU": float(ranks)} if submission.uses_gpus else {})}
     values = {
         **submission.values(),
-        "job": _in_docstring(submission.job),
         "name": repr(submission.name),
         "processes_text": plural(ranks, "process") + (" each" if max_nodes > 1 else ""),
         "nodes_text": plural(num_nodes, "node") if num_nodes == max_nodes else f"{num_nodes} to {max_nodes} nodes",
-        "hand_in": _in_docstring(command),
+        "hand_in": command,
         "command": repr(shlex.join(submission.train_command())),
         "folder": repr(str(Path.cwd())),
         "run": repr(submission.run),
@@ -55,8 +54,3 @@ def check_ray_script(text: str) -> list[str]:
         except ValueError:
             problems.append(f"line {keyword.value.lineno}: {keyword.arg} is no plain value")
     return problems
-
-
-def _in_docstring(text: str) -> str:
-    """Return a text that can stand in a docstring."""
-    return text.replace("\\", "/").replace('"', "'")

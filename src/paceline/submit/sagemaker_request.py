@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.submit.submission import Submission, SubmissionFile
+from paceline.submit.submission import IMAGE_EXAMPLE, Submission, SubmissionFile, is_image_reference
 from paceline.submit.target_options import SageMakerOptions
 
 _CHECKPOINT_FOLDER = "/opt/ml/checkpoints"
@@ -44,13 +44,14 @@ def sagemaker_file(submission: Submission, needs: SageMakerOptions) -> Submissio
     if file_system is None:
         _refuse_storage(submission, needs.storage)
         remote = f"{needs.storage.rstrip('/')}/{submission.name}"
-        own = replace(submission, run=f"{_CHECKPOINT_FOLDER}/run")
+        own, storage = replace(submission, run=f"{_CHECKPOINT_FOLDER}/run"), f"{remote}/files/run"
         words += submission.default_setting("checkpoint.remote", remote)
         stores: dict[str, Any] = {
             "CheckpointConfig": {"S3Uri": f"{remote}/files", "LocalPath": _CHECKPOINT_FOLDER},
         }
     else:
         own = replace(submission, run=f"{_MOUNT}/{submission.name}")
+        storage = f"{needs.storage.rstrip('/')}/{submission.name}"
         stores = _file_system_fields(file_system, needs)
     program, *arguments = own.train_command(*words)
     name = f"{submission.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(_NAME_BYTES)}"  # new in the account
@@ -73,7 +74,8 @@ def sagemaker_file(submission: Submission, needs: SageMakerOptions) -> Submissio
         "RetryStrategy": {"MaximumRetryAttempts": _MAX_RETRIES},
     }  # fmt: skip
     command = f"aws sagemaker create-training-job --cli-input-json {shlex.quote(f'file://{path}')}"
-    return SubmissionFile(path=path, text=json.dumps(request, indent=2) + "\n", command=command, job_name=name)
+    text = json.dumps(request, indent=2) + "\n"
+    return SubmissionFile(path=path, text=text, command=command, job_name=name, run=own.run, storage=storage)
 
 
 def _refuse_storage(submission: Submission, storage: str) -> None:
@@ -150,8 +152,11 @@ def _check_together(request: Mapping[str, Any]) -> Iterator[str]:
         yield "StoppingCondition.MaxWaitTimeInSeconds: is for spot training only"
     if not resources.get("InstanceCount") and not resources.get("InstanceGroups"):
         yield "ResourceConfig.InstanceCount: needs at least one machine"
-    if not request.get("AlgorithmSpecification", {}).get("TrainingImage"):
+    image = request.get("AlgorithmSpecification", {}).get("TrainingImage")
+    if not image:
         yield "AlgorithmSpecification.TrainingImage: is missing; --image"
+    elif not is_image_reference(image):
+        yield f"AlgorithmSpecification.TrainingImage: {image!r} is no image, such as {IMAGE_EXAMPLE}; --image"
 
 
 def _check_by_model(request: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The batch script for Slurm."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from paceline.submit.submission import MAX_RESTARTS, Submission, SubmissionFile,
 
 TASK = "{task}"
 """The place of the number of an array's task in a word of the command."""
+_ARRAY = re.compile(r"(\d{1,7}(-\d{1,7})?)(,\d{1,7}(-\d{1,7})?)*(%[1-9]\d*)?", re.ASCII)
+_MAX_TASK = 4_000_000  # the largest number that any configuration of Slurm allows
 _THIS_JOB = '"$SLURM_JOB_ID"'
 _THIS_TASK = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'  # the SLURM_JOB_ID of one task means the whole array
 
@@ -39,6 +42,17 @@ def slurm_script(submission: Submission, *, options: Mapping[str, str], array: s
         "requeued": _THIS_TASK if array else _THIS_JOB,
     }
     return SubmissionFile(path=path, text=fill_template("job.sh", values), command=f"sbatch {values['path']}")
+
+
+def array_tasks(text: str) -> set[int]:
+    """Return the numbers of the tasks of an array, such as 1, 2 and 5 for "1-2,5%4"; none if sbatch would refuse it."""
+    if not _ARRAY.fullmatch(text):
+        return set()
+    parts = [part.partition("-") for part in text.partition("%")[0].split(",")]
+    ranges = [range(int(first), int(last or first) + 1) for first, _, last in parts]
+    if any(not numbers or numbers[-1] > _MAX_TASK for numbers in ranges):
+        return set()
+    return {number for numbers in ranges for number in numbers}
 
 
 def _command_line(submission: Submission, *, is_array: bool) -> str:

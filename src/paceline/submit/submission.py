@@ -13,6 +13,14 @@ from paceline.console.formatting import plural
 from paceline.errors import UsageError
 
 MAX_RESTARTS = 50
+_HOST_PART = r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_PATH_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"({_HOST_PART}(\.{_HOST_PART})*(:\d+)?/)?{_PATH_PART}(/{_PATH_PART})*(:\w[\w.-]{{0,127}})?"
+    r"(@[a-zA-Z][a-zA-Z0-9]*([-_+.][a-zA-Z][a-zA-Z0-9]*)*:[0-9a-fA-F]{32,})?",
+    re.ASCII,
+)
+IMAGE_EXAMPLE = "registry.example/train:1"
 _MAX_NAME = 40
 
 
@@ -72,6 +80,15 @@ class SubmissionFile:
     command: str
     job_name: str = ""
     """The name of the job in the scheduler, if it is another one than that of the submission."""
+    run: str = ""
+    """The run folder as the machines see it, if it is another one than that of the submission."""
+    storage: str = ""
+    """Where the run folder is stored, if that outlives the machines and is not the same path here."""
+
+
+def is_image_reference(text: str) -> bool:
+    """Return whether a text is a reference of a container image, such as registry.example/train:1."""
+    return _IMAGE.fullmatch(text) is not None
 
 
 def fill_template(name: str, values: Mapping[str, str]) -> str:

@@ -302,7 +302,7 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
         (("--layout", "auto"), "--layout auto can't be chosen on several nodes yet"),
         (("--ranks-per-node", "0"), "--ranks-per-node 0: a run needs at least one rank"),
         (("--ranks-per-node", "1", "--layout", "tp=4"), "to do: --ranks-per-node 2, or --layout "),
-        (("--layout", "tp=3"), "to do: 3 ranks on all nodes together (--nodes N:HOST --ranks-per-node K), or --layout"),
+        (("--layout", "tp=3"), "to do: --ranks 3 in place of --nodes, or --layout"),
         (
             ("--layout", "fsdp", "--update", "local,every=8"),
             "to do: --layout dp_replicate=2,dp_shard=2 --ranks-per-node 2",

@@ -26,7 +26,7 @@ from paceline.commands.common.option_checks import (
     refuse_invalid_run_dir,
     refuse_job_parameters,
     refuse_on_nodes,
-    word_for_nodes,
+    word_hints,
 )
 from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
@@ -86,6 +86,8 @@ class RunOptions:
     place: NodePlace | None = None
     """The place of this process if it starts the ranks of one of several nodes."""
     ranks_per_node: int | None = None
+    is_submitted: bool = False
+    """Whether the options are those of `paceline submit`, so that hints are in its words."""
     job_handle: int | None = None
     """The file descriptor from `open_job_file`, if the job is a Python object."""
 
@@ -178,7 +180,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         problems += refuse_idle_faults(faults, ranks=processes, steps=steps, servers=update.servers)
         problems += layout_problems(verb, layout, update, ranks, settings, requested)
         problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
-    raise_all(problems if place is None else word_for_nodes(problems, num_nodes=place.num_nodes))
+    raise_all(word_hints(problems, place=place, is_submitted=common.is_submitted))
     assert layout is not None and settings is not None
     return Task(
         verb=verb, job=job,

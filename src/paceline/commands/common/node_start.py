@@ -230,7 +230,7 @@ class NodeStart:
             try:
                 yield group
             except PacelineError as error:
-                error.hint = hint_for_nodes(error.hint, num_nodes=self._place.num_nodes)
+                error.hint = hint_for_nodes(error.hint, nodes=self._place.option)
                 group.end(int(error.exit_code), f"node 0: {error_line(error)}")
                 raise
             except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Checks that refuse invalid options before a process starts."""
 
+import math
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from paceline.config.compression import find_method
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.merge_settings import RequestedSettings, known_settings
 from paceline.config.other_tool_options import OTHER_TOOL_OPTIONS, find_equivalent
-from paceline.config.settings import Settings
+from paceline.config.settings import MAX_SECONDS, Settings
 from paceline.config.update_rule import find_rule
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import PacelineError, UsageError
@@ -34,7 +35,7 @@ from paceline.nodes.launcher_options import (
     translate_launcher_options,
 )
 from paceline.nodes.node_place import NodePlace
-from paceline.nodes.rank_hints import hint_for_nodes
+from paceline.nodes.rank_hints import hint_for_nodes, hint_for_submit
 from paceline.submit.slurm_option_hints import sbatch_option_hint
 
 _MIN_TYPO_LENGTH = 5  # a shorter name resembles too many options of other tools
@@ -120,10 +121,15 @@ def refuse_on_nodes(
     return problems
 
 
-def word_for_nodes(problems: Sequence[PacelineError], *, num_nodes: int) -> list[PacelineError]:
-    """Return the problems with hints that say `--ranks-per-node`, where they say `--ranks` for one machine."""
+def word_hints(
+    problems: Sequence[PacelineError], *, place: NodePlace | None, is_submitted: bool
+) -> list[PacelineError]:
+    """Return the problems with hints in the options of the command: only on one machine, it takes `--ranks`."""
     for problem in problems:
-        problem.hint = hint_for_nodes(problem.hint, num_nodes=num_nodes)
+        if is_submitted:
+            problem.hint = hint_for_submit(problem.hint, num_nodes=1 if place is None else place.num_nodes)
+        elif place is not None:
+            problem.hint = hint_for_nodes(problem.hint, nodes=place.option)
     return list(problems)
 
 
@@ -137,7 +143,7 @@ class TypedOptions:
     takes_settings: bool
 
     def problems(self) -> list[PacelineError]:
-        """Return errors for options that the verb does not have, and for values that are no numbers but must be."""
+        """Return errors for options that the verb does not have, and for values that must be finite numbers."""
         problems: list[PacelineError] = []
         is_sbatch = self.verb == "submit"
         words = expand_short_options(self.arguments, is_sbatch=is_sbatch)
@@ -269,17 +275,27 @@ def _slurm_option_hint(verb: str, name: str, value: str) -> tuple[str, str] | No
 
 
 def number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
-    """Return an error if the option takes a number and `value` is not a number."""
+    """Return an error if the option takes a number and `value` is not a number, is infinite or is NaN."""
     option_types = {option_type, *get_args(option_type)}
     number_type = int if int in option_types else float if float in option_types else None
     if number_type is None or not value or value.startswith("--") or value == "None":
         return []
+    expected = "an integer" if number_type is int else "a number"
     try:
-        number_type(value)
+        number = number_type(value)
+        if number_type is int or math.isfinite(number):
+            return []
+        expected = "a finite number"
     except ValueError:
-        expected = "an integer" if number_type is int else "a number"
-        return [UsageError(f"{flag} {value}: expected {expected}.", hint=_number_hint(flag, value, number_type))]
-    return []
+        pass
+    return [UsageError(f"{flag} {value}: expected {expected}.", hint=_number_hint(flag, value, number_type))]
+
+
+def refuse_wait(seconds: float) -> list[PacelineError]:
+    """Return an error if `--wait` is not a possible number of seconds."""
+    if 0 < seconds <= MAX_SECONDS:
+        return []
+    return [UsageError(f"--wait {seconds:g} must be above 0, and at most a year, {MAX_SECONDS}.", hint="--wait 60")]
 
 
 def _number_hint(flag: str, value: str, number_type: type) -> str:
@@ -291,6 +307,6 @@ def _number_hint(flag: str, value: str, number_type: type) -> str:
         return f"{flag} {hours:g}"
     text = value.replace(",", "" if _THOUSANDS.match(value) else ".")
     number = re.match(r"[1-9]\d*", text) if number_type is int else re.search(r"\d+(\.\d+)?", text)
-    if number is not None and not float(number[0]):
+    if number is not None and not 0 < float(number[0]) < math.inf:
         number = None
     return f"{flag} {number[0] if number else 2 if number_type is int else 0.5}"

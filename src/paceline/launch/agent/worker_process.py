@@ -24,7 +24,6 @@ from paceline.launch.failures.failure_record import current_rank, print_tracebac
 from paceline.launch.failures.stack_dumps import install_crash_handler, install_stack_handler
 from paceline.launch.inherited_environment import NODES, own_environ
 from paceline.launch.joined_rank import joined_rank
-from paceline.nodes.node_place import split_counts
 from paceline.nodes.rank_hints import hint_for_nodes
 from paceline.plugins import resolve
 from paceline.user_code import script_arguments
@@ -69,7 +68,7 @@ def word_error_of_rank(error: BaseException) -> None:
     """Change the hint of an error of this rank if Paceline has started it on one of several nodes."""
     nodes = own_environ(os.environ).get(NODES)
     if nodes and isinstance(error, PacelineError):
-        error.hint = hint_for_nodes(error.hint, num_nodes=split_counts(nodes)[1])
+        error.hint = hint_for_nodes(error.hint, nodes=nodes)
 
 
 def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:
