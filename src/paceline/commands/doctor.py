@@ -91,7 +91,8 @@ def _report(line: str) -> None:
 
 def _read_facts(options: DoctorOptions, code: Mapping[str, Path], *, head_host: str) -> MachineFacts:
     data = {path: Path(path) for path in options.data}
-    return read_machine_facts(head_host=head_host, run_folder=Path(options.run_dir), code=code, data=data)
+    run_folder = Path(options.run_dir)
+    return read_machine_facts(head_host=head_host, run_folder=run_folder, code=code, data=data, verb="paceline doctor")
 
 
 def _result(examination: Examination, *, seconds: float, head: str = "") -> VerbOutput:
