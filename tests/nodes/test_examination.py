@@ -247,6 +247,7 @@ def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
     two: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.nodes.examination._SHORT_SECONDS", 0.3)
+    monkeypatch.setattr("paceline.nodes.examination._STUCK_SECONDS", 0.2)
 
     def be_member() -> None:
         with socket.create_connection(two.address) as connection:
@@ -266,6 +267,27 @@ def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
     assert "lower the MTU" in heard[1]["text"]
 
 
+def test_a_large_message_for_which_the_system_of_a_node_gives_up_is_a_matter_of_the_network(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has left has sent its facts before, so they would have arrived."""
+    monkeypatch.setattr("paceline.nodes.examination._STUCK_SECONDS", 0.3)
+
+    def be_member() -> None:
+        with socket.create_connection(two.address) as connection:
+            stream = join_as_fake(connection)
+            stream.write('"facts follow"\n')
+            stream.flush()
+            time.sleep(1)
+            stream.close()
+
+    thread = threading.Thread(target=be_member)
+    thread.start()
+    (what,) = said(two.examine())
+    thread.join()
+    assert "only small messages arrive" in what
+
+
 def test_a_member_on_the_machine_of_the_head_that_says_it_is_node_1_is_told_where_it_is(tmp_path: Path) -> None:
     place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=free_port(), node=1)
     with pytest.raises(MachineError, match="itself, the host of node 0") as caught:
@@ -276,9 +298,12 @@ def test_a_member_on_the_machine_of_the_head_that_says_it_is_node_1_is_told_wher
     assert "itself" not in caught.value.what
 
 
-@pytest.mark.parametrize(("error", "cause"), [(ChannelError("closed"), "has given this node up"), (TimeoutError(), "")])
+@pytest.mark.parametrize(("error", "cause"), [
+    (ChannelError("closed"), "has given this node up"), (TimeoutError(), "or no large packets"),
+    (ConnectionRefusedError(), ""), (KeyError("do"), ""),
+])  # fmt: skip
 def test_the_cause_of_a_lost_connection_is_only_said_if_it_is_known(
-    two: Nodes, error: OSError, cause: str, monkeypatch: pytest.MonkeyPatch
+    two: Nodes, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error

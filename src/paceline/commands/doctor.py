@@ -15,7 +15,7 @@ import msgspec
 from paceline.commands.command_table import DoctorOptions, VerbOutput
 from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
-from paceline.errors import UsageError
+from paceline.errors import ExitCode, UsageError
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
@@ -63,7 +63,7 @@ def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float)
         )
         text = f"node {end['node']}: {end['text']}; see the screen of node 0 ({place.head_host})"
         return end["exit_code"], end, text
-    reception = Reception(listener, place)
+    reception = Reception(listener, place, misfit_code=int(ExitCode.MACHINE))
     try:
         examination = examine_nodes(
             reception, read_facts(), run_folder=run_folder, wait_seconds=options.wait, report=_report

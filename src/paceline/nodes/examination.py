@@ -33,6 +33,8 @@ _FIRST_REPORT_SECONDS = 0.5  # the user should read within a second why the comm
 _SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
 END, RUN = "end", "run"  # messages that are no question: the node may end, or the run begins
+_STUCK_SECONDS = 2.0
+_LOWER_MTU = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
 _OWN_OUTPUT = "its own output says why"
 _FOLLOWS = "facts follow"  # a small message before a large one
 
@@ -196,17 +198,21 @@ def answer_head(
     except (OSError, KeyError, TypeError, ValueError) as error:
         if member.error is not None:
             raise member.error from None
-        is_closed = isinstance(error, ChannelError | ConnectionResetError | BrokenPipeError)
-        raise MachineError(
-            f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}.",
-            where=f"{place.head_host}:{place.port}",
-            cause="the command on node 0 has ended, or has given this node up; its own output says why"
-            if is_closed
-            else "",
-            hint="" if is_closed else f"ping {place.head_host}; ip route get ADDRESS",
-        ) from None
+        raise _lost_head_error(place, error) from None
     finally:
         member.close()
+
+
+def _lost_head_error(place: NodePlace, error: Exception) -> MachineError:
+    """Return the error for a connection to the head that has ended, with the cause only if it is known."""
+    cause = hint = ""
+    if isinstance(error, ChannelError | ConnectionResetError | BrokenPipeError):
+        cause = "the command on node 0 has ended, or has given this node up; its own output says why"
+    elif isinstance(error, TimeoutError):
+        cause = "the network does not deliver what this node sends, or no large packets of it"
+        hint = f"ping -M do -s 1472 {place.head_host}; if only small packets pass, {_LOWER_MTU}"
+    what = f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}."
+    return MachineError(what, where=f"{place.head_host}:{place.port}", cause=cause, hint=hint)
 
 
 class _Member:
@@ -267,16 +273,14 @@ class _Head:
         """Ask all members for their facts. One whose facts do not arrive is left out."""
         answers = self._ask_all({"do": "facts"}, timeout_seconds=_FACTS_SECONDS)
         for node in [node for node, answer in answers.items() if answer == _FOLLOWS]:
+            start_time = time.monotonic()
             try:
                 answer = self.channels[node].receive(timeout_seconds=_SHORT_SECONDS)
                 self.facts[node] = msgspec.convert(answer, MachineFacts)
-            except TimeoutError:
-                what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
-                hint = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
-                code = int(ExitCode.MACHINE)
-                self._lose(node, Finding(what=what, hint=hint, nodes=(node,), refusal_code=code))
             except (OSError, msgspec.ValidationError) as error:
-                self._lose(node, self._left(node, str(error)))
+                # The system of a node that has repeated a large message in vain may reset the connection.
+                is_stuck = isinstance(error, OSError) and time.monotonic() - start_time > _STUCK_SECONDS
+                self._lose(node, self._stuck(node) if is_stuck else self._left(node, str(error)))
         for node in [node for node in self.channels if node not in self.facts]:
             self._lose(node, self._left(node, "it sent no facts"))
         self.facts = dict(sorted(self.facts.items()))
@@ -387,6 +391,10 @@ class _Head:
         except OSError as error:
             self._lose(node, self._left(node, str(error.strerror or error)))
             return None
+
+    def _stuck(self, node: int) -> Finding:
+        what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
+        return Finding(what=what, hint=_LOWER_MTU, nodes=(node,), refusal_code=int(ExitCode.MACHINE))
 
     def _left(self, node: int, reason: str) -> Finding:
         what = f"node {node} ({self._hosts[node]}) came, but then left: {reason}"

@@ -116,7 +116,8 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
 
     `skews` has the seconds by which each node's clock is ahead of the head's.
     """
-    found = _differences(facts, _VERBS)  # then everything else differs, too
+    with_verbs = {node: machine for node, machine in facts.items() if machine.verb}
+    found = _differences(with_verbs, _VERBS)  # then everything else differs, too
     found = found or [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
     ahead = {node: (skews or {}).get(node, 0.0) for node in facts}
     usual = median_low(ahead.values())

@@ -106,9 +106,13 @@ def _refuse_ipv6_only(place: NodePlace) -> None:
 
 
 class Reception:
-    """The head's reception: a thread welcomes the nodes, each in a thread of its own, until `close`."""
+    """The head's reception: a thread welcomes the nodes, each in a thread of its own, until `close`.
 
-    def __init__(self, listener: socket.socket, place: NodePlace) -> None:
+    A node with another number of nodes, or a wrong number of its own, ends with `misfit_code`.
+    """
+
+    def __init__(self, listener: socket.socket, place: NodePlace, *, misfit_code: int = _REFUSED) -> None:
+        self._misfit_code = misfit_code
         self._listener = listener
         self.place = place
         self._arrivals: list[Arrival] = []
@@ -334,8 +338,8 @@ class Reception:
             self._remove(arrival)
 
     def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:
-        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=_REFUSED)
-        end_member(channel, node=None, exit_code=_REFUSED, text=f"{host} {problem}")
+        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=self._misfit_code)
+        end_member(channel, node=None, exit_code=self._misfit_code, text=f"{host} {problem}")
 
     def _number_seats(self) -> dict[int, Arrival]:
         """Return the nodes by their number. Those without one get the free numbers in the order of arrival."""
