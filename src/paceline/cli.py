@@ -33,6 +33,8 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   report [RUN]        write a run's page
   why [RUN]           why a run hangs, failed or ended: the rank, the line of your code, and what to do
   check -- COMMAND    check a training script of any framework: check -- torchrun --nproc-per-node 2 train.py
+  record -- COMMAND   record a training script, to compare it with another: --out one; then compare one two
+  verify-script       check that a script trains on several ranks as in one process: --one '...' --many '...'
   doctor [JOB]        check this machine, or all nodes before a run: --nodes 3:host1
   submit JOB          write the file for Slurm, Kubernetes, Ray or SageMaker: --to slurm --nodes 2 --ranks-per-node 8
   ckpt ls|verify|diff|consolidate|prune [RUN]
@@ -147,9 +149,12 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def split_settings(
-    arguments: Sequence[str], *, aliases: Mapping[str, str] = MappingProxyType(_ALIASES)
+    arguments: Sequence[str],
+    *,
+    aliases: Mapping[str, str] = MappingProxyType(_ALIASES),
+    undotted: Collection[str] = _UNDOTTED_SETTINGS,
 ) -> tuple[list[str], list[str]]:
-    """Split the arguments into the options of the verb and the `--dotted.name value` settings."""
+    """Split the arguments into the options of the verb and the settings: `--dotted.name value`, and the undotted."""
     verb_arguments: list[str] = []
     settings: list[str] = []
     remaining = list(arguments)
@@ -158,7 +163,7 @@ def split_settings(
         name, equals, value = word.partition("=")
         name = aliases.get(name, name)
         word = name + equals + value
-        if not (name.startswith("--") and ("." in name or name[2:] in _UNDOTTED_SETTINGS)):
+        if not (name.startswith("--") and ("." in name or name[2:] in undotted)):
             verb_arguments.append(word)
             continue
         settings.append(word)
@@ -193,7 +198,9 @@ def _run_verb(arguments: list[str]) -> int:
         line = " ".join(words) or "torchrun --nproc-per-node 2 train.py"
         raise UsageError(f"{verb} needs `--` and the command of a training.", hint=f"paceline {verb} -- {line}")
     aliases = _usable_aliases(option_class, words)
-    verb_arguments, settings = split_settings(expand_bare_flag(words, "--resume", "newest"), aliases=aliases)
+    undotted = _UNDOTTED_SETTINGS if row.takes_settings else ()
+    words = expand_bare_flag(words, "--resume", "newest")
+    verb_arguments, settings = split_settings(words, aliases=aliases, undotted=undotted)
     if verb == "train":
         verb_arguments, minimum = expand_rank_range(verb_arguments)
         settings += minimum

@@ -253,6 +253,21 @@ def test_a_verdict_is_shown_only_for_the_same_job_settings_and_ranks(
     assert named is None or named in text
 
 
+def test_the_verdict_is_shown_with_what_it_says_nothing_about(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, step(1))
+    write(run, task=TASK, env={"job": {"digest": "d" * 64}}, answer_verify={**ANSWER, "not_exercised": ["a <b>: c"]})
+    text = run_page(run)
+    assert "Not exercised, so the verdict says nothing about it:</p><ul><li>a &lt;b&gt;: c</li></ul></section>" in text
+    assert "verify: rounding</span> <small>1 thing not exercised</small>" in text and "Not covered" not in text
+    rungs = [{**rung, "left_out": "the <weights>"} for rung in ANSWER["rungs"] * 2]  # type: ignore[operator]
+    write(run, answer_verify={**ANSWER, "rungs": rungs})
+    assert run_page(run).count("<p>Not covered: the &lt;weights&gt;.</p>") == 1
+    for gaps in ([], None, "a"):
+        write(run, answer_verify={**ANSWER, "not_exercised": gaps})
+        assert "verify: rounding" in run_page(run) and "ot exercised" not in run_page(run)
+
+
 def test_the_answer_of_a_verify_beside_the_run_is_found(tmp_path: Path) -> None:
     run, other = RunFolder(tmp_path / "job" / "one"), RunFolder(tmp_path / "job" / "two")
     for folder in (run, other):

@@ -250,13 +250,24 @@ VERBS: dict[str, Verb] = {
     "submit": Verb(
         options="paceline.commands.submit:SubmitOptions", run="paceline.commands.submit:run_verb", takes_settings=True
     ),
-    "compare": Verb(options=CompareOptions, run="paceline.commands.compare:run_verb", takes_settings=True),
+    "compare": Verb(
+        options=CompareOptions, run="paceline.script_check.comparison.compare_verb:run_verb", takes_settings=True
+    ),
     "report": Verb(options=ReportOptions, run="paceline.commands.report:run_verb"),
     "why": Verb(options=WhyOptions, run="paceline.commands.why:run_verb"),
     "check": Verb(
         options="paceline.script_check.check_command:CheckOptions",
         run="paceline.script_check.check_command:run_verb",
         takes_command=True,
+    ),
+    "record": Verb(
+        options="paceline.script_check.record_command:RecordOptions",
+        run="paceline.script_check.record_command:run_verb",
+        takes_command=True,
+    ),
+    "verify-script": Verb(
+        options="paceline.script_check.verify_script_command:VerifyScriptOptions",
+        run="paceline.script_check.verify_script_command:run_verb",
     ),
     "doctor": Verb(options=DoctorOptions, run="paceline.commands.doctor:run_verb"),
     "ckpt": Verb(options=CkptOptions, run="paceline.commands.ckpt:run_verb"),

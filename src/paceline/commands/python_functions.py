@@ -119,7 +119,7 @@ def verify(
     Returns:
         `verdict` (`bitwise`, `rounding`, `different` or `undecided`), `exit_code` (4 if it is different, 1 if it is
         undecided), `reference`, `layout`, `update`, `ranks`, `steps`, `max_difference`, `noise_floor`,
-        `first_difference` (`step`, `parameter`, `cause`).
+        `first_difference` (`step`, `parameter`, `cause`), `not_exercised` (what the verdict says nothing about).
 
     Raises:
         PacelineError: the comparison was refused or failed.

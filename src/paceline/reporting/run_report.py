@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.job_reference import OBJECT_PREFIX
+from paceline.console.formatting import plural
 from paceline.filesystem.atomic_files import report_write_errors, write_text
 from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
@@ -16,7 +17,7 @@ from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.settings_table import read_settings, show_settings
 from paceline.reporting.staleness_section import show_staleness
 from paceline.reporting.svg.style import STYLE
-from paceline.reporting.verify_section import find_verdict, format_number, show_verdict
+from paceline.reporting.verify_section import find_verdict, format_number, read_gaps, show_verdict
 from paceline.run_folder.plan_file import ADVICE
 from paceline.run_folder.run_folder import RunFolder
 from paceline.run_folder.signs_of_life import MAX_SILENT_SECONDS, distant_host, silent_seconds
@@ -109,6 +110,8 @@ def _show_head(history: History, answer: dict[str, Any] | None) -> str:
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     verdict = escape(str(answer["verdict"])) if answer else ""
     badge = f'<span class="badge {verdict}">verify: {verdict}</span>' if answer else ""
+    num_gaps = len(read_gaps(answer or {}))
+    badge += f" <small>{plural(num_gaps, 'thing')} not exercised</small>" if num_gaps else ""
     job = str(started.get("job", run.path.parent.name)).removeprefix(f"{OBJECT_PREFIX}:")
     return f"<header><h1>{escape(job)} <small>{escape(run.path.name)}</small> {badge}</h1><dl>{cells}</dl></header>"
 

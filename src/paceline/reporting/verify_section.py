@@ -154,7 +154,25 @@ def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:
         f"Verify: {escape(str(answer.get('layout')))} on {escape(str(answer.get('ranks')))} ranks against one process"
     )
     location = f'<p class="soft">{escape(str(answer.get(_PATH_KEY, "")))}</p>'
-    return f'<section><h2>{title}</h2>{location}{text}<div class="wide"><table>{head}{rows}</table></div></section>'
+    table = f'<div class="wide"><table>{head}{rows}</table></div>'
+    return f"<section><h2>{title}</h2>{location}{text}{table}{_show_limits(answer)}</section>"
+
+
+def _show_limits(answer: Mapping[str, Any]) -> str:
+    """Return what a rung could not check, and the list of what no compared step exercised."""
+    left_out = [rung["left_out"] for rung in answer["rungs"] if isinstance(rung, dict) and rung.get("left_out")]
+    html = "".join(f"<p>Not covered: {escape(str(text))}.</p>" for text in dict.fromkeys(map(str, left_out)))
+    gaps = read_gaps(answer)
+    if not gaps:
+        return html
+    items = "".join(f"<li>{escape(gap)}</li>" for gap in gaps)
+    return f"{html}<p>Not exercised, so the verdict says nothing about it:</p><ul>{items}</ul>"
+
+
+def read_gaps(answer: Mapping[str, Any]) -> list[str]:
+    """Return what no compared step exercised; nothing if the answer does not say, as that of an older version."""
+    gaps = answer.get("not_exercised")
+    return [str(gap) for gap in gaps] if isinstance(gaps, list) else []
 
 
 def _rung_row(rung: Mapping[str, Any]) -> str:

@@ -12,13 +12,22 @@ FOLDER_VARIABLE = "PACELINE_SCRIPT_RECORDING"
 STEPS_VARIABLE = "PACELINE_SCRIPT_STEPS"
 CHECKER_VARIABLE = "PACELINE_SCRIPT_CHECKER"
 """The process of `check`; without it, a recorded process ends at its next step."""
+SEED_VARIABLE = "PACELINE_SCRIPT_SEED"
+"""If set, random numbers are seeded with it before the first line of the script."""
+KEEP_VARIABLE = "PACELINE_SCRIPT_KEEP_BATCHES"
+"""If set, the batches of the models and of the data loaders are written."""
+FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
+"""The folder of a recording whose batches the script gets in place of its own."""
+BATCH_FOLDER = "batches"
+_ORIGIN_FILE = "script.json"
 
 
 class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     """A summary of a tensor, or of the part of it that a rank has.
 
     The squares of the norms, the projections and the digests of all parts add up to those of the whole tensor. `part`
-    has the start and the length in each dimension, or is None if the rank has the whole tensor.
+    has the start and the length in each dimension, or is None if the rank has the whole tensor. `faint_share` is the
+    share of elements that may be only rounding; it also adds up.
     """
 
     numel: int
@@ -27,16 +36,23 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     projections: tuple[float, ...]
     digest: int
     part: tuple[tuple[int, int], ...] | None = None
+    faint_share: float = 0.0
 
 
 class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A forward pass of the outermost module in training mode. `samples` has a key for each of the first samples."""
+    """A forward pass of the outermost module in training mode. `samples` has a key for each of the first samples.
+
+    `is_fed`: its inputs were those of another recording. `returns_loss`: one of its outputs is a number that needs a
+    gradient, so the targets went through the model.
+    """
 
     module: str
     has_parameters: bool
     samples: tuple[int, ...]
     num_samples: int
     line: str
+    is_fed: bool = False
+    returns_loss: bool = False
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +80,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     weights: dict[str, TensorPrint] = {}
     own_gradients: dict[str, tuple[tuple[float, ...], ...]] = {}
     own_eps: float = 0.0
+    eps: float = 0.0
+    """The machine epsilon of the coarsest type in which a module of the model computed."""
     num_discarded: int = 0
     calls: tuple[ForwardCall, ...] = ()
     buffers: dict[str, int] = {}
@@ -82,6 +100,45 @@ class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of a rank whose recorder has failed."""
 
     fault: str
+
+
+class ScriptRecording(msgspec.Struct, frozen=True, kw_only=True):
+    """The origin of a recording: its command, and how it was recorded. `steps` is 0 if the command ended by itself."""
+
+    command: tuple[str, ...]
+    steps: int
+    seed: int | None = None
+    has_batches: bool = False
+    fed: str = ""
+    """The folder of the recording whose batches it got."""
+
+
+def write_origin(folder: Path, origin: ScriptRecording) -> None:
+    """Write the origin of a recording."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _ORIGIN_FILE).write_bytes(msgspec.json.encode(origin))
+
+
+def read_origin(folder: Path) -> ScriptRecording | None:
+    """Return the origin of a recording of a script; None if the folder has none.
+
+    Raises:
+        UsageError: the file can't be read.
+    """
+    file = folder / _ORIGIN_FILE
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ScriptRecording)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise UsageError(
+            f"{file} is not of a recording of a script: {error}.", hint="record the script again"
+        ) from None
+
+
+def has_batches(folder: Path) -> bool:
+    """Return whether a recording has batches, which can be fed to another run."""
+    return any((folder / BATCH_FOLDER).glob("rank-*/*.safetensors"))
 
 
 def encode_line(line: RecordingHeader | StepLine | RecorderFault) -> bytes:

@@ -13,7 +13,16 @@ from pathlib import Path
 import psutil
 
 from paceline.launch.agent.signals import is_main_thread
-from paceline.script_check.recording import CHECKER_VARIABLE, FOLDER_VARIABLE, STEPS_VARIABLE
+from paceline.script_check.recording import (
+    CHECKER_VARIABLE,
+    FEED_VARIABLE,
+    FOLDER_VARIABLE,
+    KEEP_VARIABLE,
+    SEED_VARIABLE,
+    STEPS_VARIABLE,
+    ScriptRecording,
+    write_origin,
+)
 
 OUTPUT_FILE = "output.log"
 _INJECTED = Path(__file__).parent / "injected"
@@ -31,35 +40,39 @@ class ScriptEnd:
 
 
 def run_recorded(
-    command: Sequence[str],
+    origin: ScriptRecording,
     *,
     folder: Path,
-    steps: int,
     wait_seconds: float,
     environ: Mapping[str, str],
     report: Callable[[str], None],
 ) -> ScriptEnd:
-    """Run a command whose Python processes record into `folder`, and end when an optimizer has made `steps` steps.
+    """Run a command whose Python processes record into `folder`, and end when an optimizer has made enough steps.
 
     What the command prints goes to a file there. If no line is recorded for `wait_seconds`, the command is ended.
 
     Raises:
         FileNotFoundError, PermissionError: the command can't be started.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    write_origin(folder, origin)
     output = folder / OUTPUT_FILE
     path = os.pathsep.join([str(_INJECTED), *filter(None, [environ.get("PYTHONPATH", "")])])
     own = {
         FOLDER_VARIABLE: str(folder.resolve()),
-        STEPS_VARIABLE: str(steps),
+        STEPS_VARIABLE: str(origin.steps),
         CHECKER_VARIABLE: str(os.getpid()),
+        SEED_VARIABLE: "" if origin.seed is None else str(origin.seed),
+        KEEP_VARIABLE: "1" if origin.has_batches else "",
+        FEED_VARIABLE: str(Path(origin.fed).resolve()) if origin.fed else "",
         "PYTHONPATH": path,
     }
+    if origin.seed is not None:
+        own["PYTHONHASHSEED"] = str(origin.seed)
     with _termination_as_exit():
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                command, env={**environ, **own}, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                origin.command, env={**environ, **own}, start_new_session=True,
+                stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         try:
             is_out_of_time = _wait(process, folder, wait_seconds=wait_seconds, report=report)

@@ -30,6 +30,7 @@ from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.reference.reference_step import run_reference_step
 from paceline.verification.reference.sample_reader import num_rows
+from paceline.verification.reference.step_coverage import CoverageRecorder
 from paceline.verification.rung_result import DIFFERENT, RungResult
 
 ReportProgress = Callable[[str], None]
@@ -46,10 +47,13 @@ class LockstepComparison:
         self._last_gradient: Mapping[str, Tensor] = {}  # the reference's gradient in the step before
         self._had_positive_lr: dict[str, bool] = {}  # by parameter with a gradient: was its learning rate ever above 0?
         self._has_compared_update = self._has_changed_weights = self._had_zero_lr = False
+        self._coverage: CoverageRecorder | None = None
         self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
         """Compare the step at each cursor until one differs, and return the result on every rank."""
+        if self._reference is not None:
+            self._coverage = CoverageRecorder(self._reference, replicas=self._setup.plan.replicas)
         self._compare_initial_state()
         for number, cursor in enumerate(cursors, 1):
             position = RunPosition(steps_done=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
@@ -62,6 +66,8 @@ class LockstepComparison:
                 break
         if self._reference is not None and self.rung_result.first_difference is None:
             self.rung_result.record_uncovered(self._untested_note(self._reference, steps=len(cursors)))
+        if self._coverage is not None:
+            self.rung_result.coverage = self._coverage.as_json()
         shared_result: RungResult = RungResult(**self._world.share_json(vars(self.rung_result)))
         return shared_result
 
@@ -125,6 +131,8 @@ class LockstepComparison:
             self._rerun_without_dropout(step_input, comparison)
         expected_gradient = {} if comparison is None else comparison.expected_gradient
         if self._world.share_json(comparison is None or comparison.is_finite):
+            if comparison is not None and self._coverage is not None:
+                comparison.record_coverage(self._coverage)
             self._compare_update(expected_gradient, comparison, cursor.step)
             self._last_gradient = expected_gradient
         elif self._reference is not None:
@@ -290,6 +298,8 @@ class LockstepComparison:
             return
         has_positive_lr, self._has_compared_update = self._reference.positive_lr_by_parameter(), True
         self._had_zero_lr = not all(has_positive_lr.values())
+        if self._coverage is not None:
+            self._coverage.record_update(expected_gradient)
         self._reference.update(expected_gradient)
         for name, value in self._reference.weights().items():
             if name in expected_gradient and bool(expected_gradient[name].any()):

@@ -22,6 +22,7 @@ from paceline.verification.compare_evaluation import evaluate_layout, judge_eval
 from paceline.verification.compare_in_lockstep import ReportProgress, build_layout_loader, unchanged_weights_note
 from paceline.verification.noise_floor import can_perturb, noise_margin, perturb_reference
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.reference.step_coverage import CoverageRecorder
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon
 
@@ -56,7 +57,9 @@ def compare_free_run(
     reference_contents: ContentChecksums = {}
     if reference is not None:
         initial_tensors = {name: tensor.clone() for name, tensor in collect_tensors(reference).items()}
-        reference_losses = _train_reference(reference, steps, reverse_order=False, contents=reference_contents)
+        recorder = CoverageRecorder(reference, replicas=setup.plan.replicas)
+        reference_losses = _train_reference(reference, steps, contents=reference_contents, recorder=recorder)
+        rung_result.coverage = recorder.as_json()
     steps = setup.world.share_json(len(reference_losses))
     report_progress(plural(steps, "step"))
     contents: ContentChecksums = {}
@@ -152,9 +155,16 @@ def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> Non
 
 
 def _train_reference(
-    reference: Reference, steps: int, *, reverse_order: bool, contents: ContentChecksums | None = None
+    reference: Reference,
+    steps: int,
+    *,
+    reverse_order: bool = False,
+    contents: ContentChecksums | None = None,
+    recorder: CoverageRecorder | None = None,
 ) -> list[float]:
     """Train one process for up to `steps` steps, and return the losses; store checksums of the data in `contents`.
+
+    `recorder` records what the steps exercise.
 
     Training stops before a step with a non-finite gradient or with a loss term that has no target.
     """
@@ -170,6 +180,9 @@ def _train_reference(
         if gradient.empty_terms or not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
             reference.restore_statistics(statistics)
             break
+        if recorder is not None:
+            recorder.record_gradient(gradient, position=position, num_microbatches=len(microbatches))
+            recorder.record_update(gradient.total)
         reference.update(gradient.total)
         losses.append(gradient.loss)
         position = reference.next_position(position, sum(map(len, gradient.samples)))

@@ -27,6 +27,7 @@ from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.update_cause import norm_cause, update_cause
 from paceline.verification.reference.dropout_isolation import has_dropout
 from paceline.verification.reference.reference_step import ReferenceStep, Tensors
+from paceline.verification.reference.step_coverage import CoverageRecorder
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon, to_double
 
@@ -148,6 +149,12 @@ class StepComparison:
         if first_difference is not None:
             share = f"{len(self._diagnosis.unexplained)} of {len(self.expected_gradient)} parameters"
             first_difference["cause"] = f"{cause} ({share})"
+
+    def record_coverage(self, recorder: CoverageRecorder) -> None:
+        """Record what the reference's step exercises; its gradient must be finite."""
+        recorder.record_gradient(
+            self._step.gradient, position=self._position, num_microbatches=len(self._step.microbatches)
+        )
 
     def record_module_outputs(self, microbatches: int) -> ModuleOutputs:
         """Run the reference again, and return the module outputs of the first `microbatches` microbatches."""

@@ -25,8 +25,14 @@ class RungResult:
     """What the verdict does not cover, although the user would expect it."""
     depends_on_microbatches: bool = False
     """Whether another split of the batches into microbatches may give other results."""
+    draws_random_numbers: bool | None = None
+    """Whether forward or loss draw random numbers; None if this rung did not test it."""
+    has_dropout_off: bool = False
+    """True if this rung disables dropout, because one process cannot draw the same random numbers."""
     compared: dict[str, int] = field(default_factory=dict)
     """The number of compared tensors or metrics, by kind."""
+    coverage: dict[str, Any] = field(default_factory=dict)
+    """The fields of a `StepCoverage`; empty if no step was recorded."""
 
     def record(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
         """Record the verdict on one tensor. Only the worst verdict and the largest ratio to the floor are stored."""

@@ -49,8 +49,12 @@ def verify_answer(
     steps: int,
     compress: str = "none",
     micro_batch_size: int = 0,
+    not_exercised: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the answer as JSON. Its verdict is the worst of all rungs, or undecided if none compared the layout."""
+    """Return the answer as JSON. Its verdict is the worst of all rungs, or undecided if none compared the layout.
+
+    `not_exercised` limits what a good verdict says, and is left out with any other verdict.
+    """
     results = [rung.result for rung in rungs]
     worst = max(results, key=lambda r: (VERDICTS.index(r.verdict), r.max_difference / (r.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""  # what the reference does serially
@@ -69,6 +73,7 @@ def verify_answer(
         "max_difference": worst.max_difference,
         "noise_floor": worst.noise_floor,
         "first_difference": next((r.first_difference for r in results if r.first_difference is not None), None),
+        "not_exercised": [*not_exercised] if is_decided and worst.verdict != DIFFERENT else [],
         "rungs": [rung.as_json() for rung in rungs],
     }
     return {**answer, "lines": verdict_table(answer)}
@@ -89,6 +94,7 @@ def verdict_table(answer: dict[str, Any]) -> list[str]:
     warnings += [
         f"  not covered: {text}." for text in dict.fromkeys(rung["left_out"] for rung in answer["rungs"]) if text
     ]
+    warnings += [f"  not exercised: {text}" for text in answer["not_exercised"]]
     return [*lines, *warnings, _verdict_sentence(answer)]
 
 

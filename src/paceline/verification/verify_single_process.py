@@ -37,7 +37,10 @@ def verify_single_process(make_reference: Callable[[], Reference]) -> RungResult
     """Run a batch twice, then in halves, to test that the job is deterministic and its loss a sum over samples."""
     rung_result = RungResult(depends_on_microbatches=True)  # until the comparison with halves shows otherwise
     _compare_repeated_batch(make_reference, rung_result)
-    _compare_with_halves(make_reference(), rung_result)
+    reference = make_reference()
+    _compare_with_halves(reference, rung_result)
+    if rung_result.verdict != DIFFERENT and rung_result.draws_random_numbers is None:
+        rung_result.draws_random_numbers = _reseeded_distance(reference) != 0.0
     return rung_result
 
 
@@ -138,7 +141,9 @@ def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
     if reference.job.loss_over == "batch":
         rung_result.detail += " The loss is over the whole batch, so it need not be the sum over parts of a batch."
         shares_statistics = bool(norms_with_statistics(reference.model))
-        rung_result.depends_on_microbatches = shares_statistics or _draws_per_microbatch(reference)
+        reseeded_distance = _reseeded_distance(reference)
+        rung_result.depends_on_microbatches = shares_statistics or reseeded_distance > 0.0
+        rung_result.draws_random_numbers = reseeded_distance != 0.0
         return
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
@@ -162,7 +167,9 @@ def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
     factor = median(factor for _, factor, _ in results)
     if distance <= tolerance:
         rung_result.detail += " The loss is a sum over samples."
-        rung_result.depends_on_microbatches = _draws_per_microbatch(reference)
+        reseeded_distance = _reseeded_distance(reference)
+        rung_result.depends_on_microbatches = reseeded_distance > 0.0
+        rung_result.draws_random_numbers = reseeded_distance != 0.0
         return
     if keeps_state:
         rung_result.detail += (
@@ -230,10 +237,16 @@ def _compare_split(
     return (ratio if ratio == ratio else math.inf), factor, expected.divisor == len(microbatch.samples)
 
 
-def _draws_per_microbatch(reference: Reference) -> bool:
-    """Return True if forward or loss draws random numbers, which depend on the index of the microbatch."""
+def _reseeded_distance(reference: Reference) -> float:
+    """Return how far the gradient of the first microbatch moves with the random numbers of another microbatch.
+
+    The distance is 0 if forward and loss draw no random numbers, infinite if the model has dropout, and NaN if the
+    gradient is not finite.
+    """
+    if has_dropout(reference.model):
+        return math.inf
     microbatch = next(iter(reference.read_microbatches(_START)))
-    return has_dropout(reference.model) or _rerun_distance(reference, microbatch, random_microbatch=1) > 0.0
+    return _rerun_distance(reference, microbatch, random_microbatch=1)
 
 
 def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, random_microbatch: int) -> float:

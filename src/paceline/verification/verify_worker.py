@@ -36,6 +36,7 @@ from paceline.verification.reference.float64_mode import keep_float64
 from paceline.verification.reference.parameter_server import WorkerInstructions, run_gradient_worker
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from paceline.verification.reference.select_reference import allowed_drift, rule_reference, select_reference
+from paceline.verification.reference.step_coverage import coverage_gaps
 from paceline.verification.rung_result import DIFFERENT, RungResult
 from paceline.verification.verify_answer import Rung, verify_answer
 from paceline.verification.verify_single_process import verify_single_process
@@ -98,6 +99,14 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
             )
     plan = prepared_job.plan
     instructions.send_end()
+    gaps = coverage_gaps(
+        [rung.result.coverage for rung in rungs],
+        plan=plan,
+        settings=prepared_job.settings,
+        draws_random_numbers=rungs[0].result.draws_random_numbers is not False,
+        has_dropout_off=any(rung.result.has_dropout_off for rung in rungs),
+        compares_gradients=any(rung.result.compared.get("gradients") for rung in rungs[1:]),
+    )
     return verify_answer(
         rungs=rungs,
         layout=plan.layout,
@@ -106,6 +115,7 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
         ranks=prepared_job.task.ranks,
         steps=steps,
         micro_batch_size=plan.micro_batch_size,
+        not_exercised=gaps,
     )
 
 
@@ -309,6 +319,7 @@ def _run_lockstep(
         lockstep = LockstepComparison(setup=setup, reference=reference, report_progress=_progress_printer(world, name))
         with _without_unmatched_dropout(prepared_job, setup, reference) as note:
             lockstep.rung_result.detail = " ".join([note, *(f"{text}." for text in setup.notes)]).strip()
+            lockstep.rung_result.has_dropout_off = bool(note)
             result = lockstep.run(cursors)
         setup.close()
         return result

@@ -20,6 +20,8 @@ EXAMPLES = {
     "report": "paceline report runs/job/NAME",
     "why": "paceline why runs/job/NAME",
     "check": "paceline check -- torchrun --nproc-per-node 2 train.py",
+    "record": "paceline record --out two -- torchrun --nproc-per-node 2 train.py",
+    "verify-script": "paceline verify-script --one 'python train.py' --many 'torchrun --nproc-per-node 2 train.py'",
     "doctor": "paceline doctor job.py --nodes 3:host1 --run-dir /shared/runs",
     "submit": "paceline submit job.py --to slurm --nodes 2 --ranks-per-node 8 --hours 12 --run-dir runs/first",
     "ckpt": "paceline ckpt ls runs/job/NAME",

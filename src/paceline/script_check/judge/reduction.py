@@ -72,7 +72,7 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
     if not any(np.any(values) for values in target.values()):
         return StepReduction(step=step, rank=rank, total=Reduction(kind="zero"))
     stacked = np.concatenate([target[name] / sizes[name] for name in names])
-    weights, residual = _fit(stacked, np.vstack([own[name] / sizes[name] for name in names]))
+    weights, residual = fit_weights(stacked, np.vstack([own[name] / sizes[name] for name in names]))
     if residual <= tolerance:
         return StepReduction(step=step, rank=rank, total=_classify(weights, rank, tolerance))
     total = _explain_by_passes(step, rank, names, sizes, stacked, tolerance)
@@ -81,7 +81,7 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
     parameters = {}
     if total is None:
         for name in names:
-            weights, rest = _fit(target[name], own[name])
+            weights, rest = fit_weights(target[name], own[name])
             is_explained = rest <= 5 * tolerance
             parameters[name] = (
                 _classify(weights, rank, tolerance) if is_explained else Reduction(kind="unexplained", residual=rest)
@@ -97,7 +97,7 @@ def _explain_by_passes(
     counts = {len(line.own_gradients[name]) for line in step.ranks for name in names}
     if len(counts) > 1 or counts == {1} or len(step.ranks) * max(counts) > _MAX_PASSES:
         return None
-    weights, residual = _fit(stacked, np.vstack([step.passes(name) / sizes[name] for name in names]))
+    weights, residual = fit_weights(stacked, np.vstack([step.passes(name) / sizes[name] for name in names]))
     if residual > tolerance:
         return None
     table = tuple(tuple(round(float(value), 3) for value in row) for row in weights.reshape(len(step.ranks), -1))
@@ -120,7 +120,7 @@ def _explain_by_last_step(
     last = {name: np.array(before.gradients[rank][name].projections) for name in names}
     sizes = {name: max(float(np.linalg.norm(own[name])), 1e-300) for name in names}
     columns = np.vstack([np.column_stack([own[name], last[name]]) / sizes[name] for name in names])
-    weights, residual = _fit(np.concatenate([target[name] / sizes[name] for name in names]), columns)
+    weights, residual = fit_weights(np.concatenate([target[name] / sizes[name] for name in names]), columns)
     is_stale = residual <= tolerance and abs(float(weights[-1]) - 1.0) < 0.05
     return Reduction(kind="stale", residual=residual) if is_stale else None
 
@@ -140,7 +140,7 @@ def _classify(weights: Vector, rank: int, tolerance: float) -> Reduction:
     return Reduction(kind="scaled", factor=mean * count)
 
 
-def _fit(target: Vector, columns: Vector) -> tuple[Vector, float]:
+def fit_weights(target: Vector, columns: Vector) -> tuple[Vector, float]:
     """Return the weights with which the columns give the target, and the relative rest."""
     weights: Vector = np.linalg.lstsq(columns, target, rcond=1e-6)[0].astype(np.float64)
     rest = float(np.linalg.norm(target - columns @ weights) / max(float(np.linalg.norm(target)), 1e-300))

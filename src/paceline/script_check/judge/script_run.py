@@ -102,6 +102,7 @@ def join_parts(parts: Sequence[TensorPrint]) -> TensorPrint:
         largest=max(part.largest for part in distinct),
         projections=tuple(float(value) for value in projections),
         digest=sum(part.digest for part in distinct) % (1 << 64),
+        faint_share=sum(part.faint_share for part in distinct),
     )
 
 

@@ -36,16 +36,22 @@ class _OpenCall:
 class ForwardWatch:
     """The forward passes of outermost modules in training mode, since the last `take`.
 
-    `begin(module)` is called before each of them. `guard` wraps the hooks, so that their faults end no training.
+    `begin(module)` is called before each of them, and `see_batch(class, args, kwargs)` after it. `guard` wraps the
+    hooks, so that their faults end no training. `own_outputs` are the addresses of what the models returned in the
+    step. `is_fed` is set if the next call gets another recording's batch.
     """
 
-    def __init__(self, *, guard: Guard, begin: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, *, guard: Guard, begin: Callable[[nn.Module], None], see_batch: Callable[[str, Any, Any], None]
+    ) -> None:
         self._guard = guard
         self._begin = begin
+        self._see_batch = see_batch
+        self.is_fed = False
+        self.own_outputs: set[int] = set()
         self._calls: list[ForwardCall] = []
         self._draws = False
         self._inner: set[int] = set()  # modules below an outermost one; checkpointing calls them again in backward
-        self._own_outputs: set[int] = set()  # addresses
         self._global_hook: RemovableHandle | None = None
         self._leave_hook: RemovableHandle | None = None
         self._watch()
@@ -54,7 +60,7 @@ class ForwardWatch:
         """Return the calls since the last time, and whether one of them drew random numbers."""
         calls, draws = tuple(self._calls), self._draws
         self._calls, self._draws = [], False
-        self._own_outputs.clear()
+        self.own_outputs.clear()
         return calls, draws
 
     def stop(self) -> None:
@@ -64,15 +70,21 @@ class ForwardWatch:
                 hook.remove()
         self._global_hook = self._leave_hook = None
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Return whether a call of the module would be one of an outermost module."""
+        return self._is_watching and id(module) not in self._inner and not isinstance(module, nn.modules.loss._Loss)
+
     def _watch(self) -> None:
         self._global_hook = register_module_forward_pre_hook(self._guard(self._enter))
+        self._is_watching = True
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._inner or isinstance(module, nn.modules.loss._Loss):
+        if not self.is_outermost(module):
             return
         is_training = torch.is_grad_enabled() and unwrap(module).training
         assert self._global_hook is not None
         self._global_hook.remove()
+        self._is_watching = False
         self._inner |= {id(each) for each in module.modules() if each is not module}
         call = _OpenCall(module=module, rng_state=torch.get_rng_state(), line=calling_line()) if is_training else None
         leave = self._guard(partial(self._leave, call))
@@ -87,14 +99,21 @@ class ForwardWatch:
         if call is None:
             return
         self._draws |= not torch.equal(call.rng_state, torch.get_rng_state())
-        keys = sample_keys(args, kwargs, own_outputs=self._own_outputs)
-        self._own_outputs |= {tensor.data_ptr() for tensor in tensor_leaves(output)}
+        keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
+        name, outputs = type(unwrap(module)).__name__, list(tensor_leaves(output))
+        has_parameters = any(True for _ in module.parameters())
+        if has_parameters:
+            self._see_batch(name, args, kwargs)
+        self.own_outputs |= {tensor.data_ptr() for tensor in outputs}
         self._calls.append(
             ForwardCall(
-                module=type(unwrap(module)).__name__,
-                has_parameters=any(True for _ in module.parameters()),
+                module=name,
+                has_parameters=has_parameters,
                 samples=tuple((keys or [])[:_MAX_SAMPLES]),
                 num_samples=len(keys or []),
                 line=call.line,
+                is_fed=self.is_fed,
+                returns_loss=any(not tensor.dim() and tensor.requires_grad for tensor in outputs),
             )
         )
+        self.is_fed = False

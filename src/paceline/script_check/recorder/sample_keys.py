@@ -19,11 +19,7 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
     Padding is left out where there is an `attention_mask`. Tensors that need a gradient, and those at the addresses
     `own_outputs`, come from the models, and are no data.
     """
-    batch = [
-        tensor
-        for tensor in tensor_leaves((args, kwargs))
-        if tensor.dim() and not tensor.requires_grad and tensor.data_ptr() not in own_outputs
-    ]
+    batch = [each for each in tensor_leaves((args, kwargs)) if each.dim() and is_data(each, own_outputs=own_outputs)]
     if not batch or not batch[0].size(0) or hasattr(batch[0], "placements"):
         return None
     mask = _find_mask(kwargs)
@@ -32,6 +28,11 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
         if tensor.size(0) == len(keys) and tensor.layout == torch.strided:
             keys = mix_bits(keys * 31 + _row_sums(tensor, mask).to(keys.device))
     return [int(key) for key in keys.tolist()]
+
+
+def is_data(tensor: Tensor, *, own_outputs: set[int]) -> bool:
+    """Return whether a tensor comes from the data: it needs no gradient, and is at no address in `own_outputs`."""
+    return not tensor.requires_grad and tensor.data_ptr() not in own_outputs
 
 
 def _find_mask(kwargs: Any) -> Tensor | None:

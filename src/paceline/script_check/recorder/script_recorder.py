@@ -6,17 +6,21 @@ writes what it has, and what belongs together is added when it is read.
 
 import contextlib
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.script_check.recorder.batch_exchange import BatchExchange
+from paceline.script_check.recorder.compute_precision import ComputePrecision
 from paceline.script_check.recorder.forward_watch import ForwardWatch
 from paceline.script_check.recorder.live_modules import (
     find_schedulers,
@@ -28,7 +32,10 @@ from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
+    FEED_VARIABLE,
     FOLDER_VARIABLE,
+    KEEP_VARIABLE,
+    SEED_VARIABLE,
     STEPS_VARIABLE,
     RecorderFault,
     RecordingHeader,
@@ -39,6 +46,7 @@ from paceline.script_check.recording import (
     last_step_file,
     recording_file,
 )
+from paceline.verification.fingerprints.fingerprint import FLOAT32_EPS
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
 _PEER_SECONDS = 30.0  # for the other ranks to reach the last step
@@ -65,10 +73,19 @@ class _OptimizerRecord:
 class ScriptRecorder:
     """The recorder of one process. After `last_step` steps of an optimizer, it ends the process with exit code 0.
 
-    If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none.
+    If `checker`, the process of `check`, was killed, it ends this process, too; 0 if there is none. `keeps_batches`: it
+    writes the script's batches. `feed_from` is the recording whose batches the script gets in place of its own.
     """
 
-    def __init__(self, folder: Path, *, last_step: int, checker: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int,
+        checker: int = 0,
+        keeps_batches: bool = False,
+        feed_from: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._last_step = last_step
         self._checker = checker
@@ -80,7 +97,18 @@ class ScriptRecorder:
         self._gradients: dict[str, TensorPrint] = {}
         self._buffers: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
-        self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward)
+        self._precision = ComputePrecision(guard=self.guard)
+        self._forwards = ForwardWatch(guard=self.guard, begin=self._begin_forward, see_batch=self._see_batch)
+        self._exchange: BatchExchange | None = None
+        if keeps_batches or feed_from is not None:
+            self._exchange = BatchExchange(
+                self._forwards,
+                keep_in=folder if keeps_batches else None,
+                feed_from=feed_from,
+                rank=lambda: _rank_and_world_size(os.environ)[0],
+                next_step=lambda: max((known.step for known in self._optimizers.values()), default=0) + 1,
+                guard=self.guard,
+            )
         register_optimizer_step_pre_hook(self.guard(self._before_step))
         register_optimizer_step_post_hook(self.guard(self._after_step))
 
@@ -105,8 +133,13 @@ class ScriptRecorder:
         with contextlib.suppress(Exception):
             self._write(RecorderFault(fault=fault))
 
+    def _see_batch(self, module: str, args: Any, kwargs: Any) -> None:
+        if self._exchange is not None:
+            self._exchange.see_forward(module, args, kwargs)
+
     def _begin_forward(self, module: nn.Module) -> None:
         self._own_gradients.observe(module)
+        self._precision.observe(module)
         inner = unwrap(module)
         buffers = [(name, buffer) for name, buffer in inner.named_buffers() if not hasattr(buffer, "placements")]
         if inner is module or not buffers:
@@ -145,7 +178,10 @@ class ScriptRecorder:
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it itself
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         parameters = self._optimizers[id(optimizer)].parameters()
-        self._gradients = {name: print_tensor(p.grad, scale=scale) for name, p in parameters if p.grad is not None}
+        eps = max(FLOAT32_EPS, self._precision.eps)
+        self._gradients = {
+            name: print_tensor(p.grad, scale=scale, eps=eps) for name, p in parameters if p.grad is not None
+        }
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
@@ -173,6 +209,7 @@ class ScriptRecorder:
                 weights={name: print_tensor(p) for name, p in parameters},
                 own_gradients={name: passes for name, passes in own_gradients.items() if passes},
                 own_eps=own.eps,
+                eps=max(own.eps, self._precision.eps),
                 num_discarded=own.take_discarded() if known.step else 0,
                 calls=calls,
                 buffers=self._buffers,
@@ -212,11 +249,22 @@ class ScriptRecorder:
 
 def start_recorder(environ: Mapping[str, str]) -> ScriptRecorder:
     """Start the recorder of this process as the environment says."""
+    if seed := environ.get(SEED_VARIABLE):
+        _seed_all(int(seed))
     return ScriptRecorder(
         Path(environ[FOLDER_VARIABLE]),
         last_step=int(environ.get(STEPS_VARIABLE, "0")),
         checker=int(environ.get(CHECKER_VARIABLE, "0")),
+        keeps_batches=bool(environ.get(KEEP_VARIABLE)),
+        feed_from=Path(environ[FEED_VARIABLE]) if environ.get(FEED_VARIABLE) else None,
     )
+
+
+def _seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on all ranks, before the first line of a script that seeds nothing."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:

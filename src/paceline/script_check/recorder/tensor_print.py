@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.script_check.recording import TensorPrint
-from paceline.verification.fingerprints.fingerprint import NUM_PROJECTIONS, projection_signs
+from paceline.verification.fingerprints.fingerprint import NUM_PROJECTIONS, max_rounding, projection_signs
 
 _BLOCK = 4096
 _CHUNK = 256 * _BLOCK  # elements that are converted to float64 at a time
@@ -31,8 +31,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return flat.view(_SIZES[flat.element_size()]).long()
 
 
-def print_tensor(tensor: Tensor, *, scale: float = 1.0) -> TensorPrint:
-    """Return the summary of a tensor times `scale`, or of this rank's part of a sharded tensor."""
+def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> TensorPrint:
+    """Return the summary of a tensor times `scale`, or of this rank's part of a sharded tensor.
+
+    With `eps`, the machine epsilon of the type in which it was computed, elements that may be rounding are counted.
+    """
     local, part, shape = _local_part(tensor.detach())
     flat = local.contiguous().reshape(-1)
     starts = None if part is None else _positions(part, shape, device=flat.device)
@@ -55,7 +58,17 @@ def print_tensor(tensor: Tensor, *, scale: float = 1.0) -> TensorPrint:
         projections=tuple(projections.tolist()),
         digest=digest % (1 << 64),
         part=part,
+        faint_share=_num_faint(flat, largest / (scale or 1.0), eps) / max(numel, 1) if eps else 0.0,
     )
+
+
+def _num_faint(flat: Tensor, largest: float, eps: float) -> int:
+    """Return how many elements are not zero, and small enough to be rounding of the others."""
+    limit, count = max_rounding(eps) * abs(largest), 0
+    for start in range(0, flat.numel(), _CHUNK):
+        magnitudes = flat[start : start + _CHUNK].abs()
+        count += int(((magnitudes <= limit) & (magnitudes > 0)).sum())
+    return count
 
 
 def project_tensor(tensor: Tensor) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ Start with `select_reference.py`.
 - `sample_reader.py`: A naive reader of a batch's samples, without loader, workers or cursor.
 - `select_reference.py`: The one-process reference of each update rule and of compression, and how `verify` compares a
   run with it.
+- `step_coverage.py`: A record of what the compared steps exercised, and statements about what they did not.
 - `weight_average.py`: The moving average of a job's weights (`ema=`) for the reference, computed one tensor at a time.
 - `whole_batch.py`: Merge several microbatches in one process: for a loss over the global batch, and for layers that see
   all replicas.

@@ -39,6 +39,7 @@ from paceline.verification.precision import build_in_precision
 from paceline.verification.reference.float64_mode import keep_float64
 from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, RunPosition
+from paceline.verification.reference.step_coverage import CoverageRecorder
 from paceline.verification.rung_result import RungResult
 
 _INSTRUCTION_KEY = "paceline-verify/instruction/{}"
@@ -118,8 +119,13 @@ class ParameterServerReference(Reference):
         other.server_of = self.server_of
         return other
 
-    def replay(self, record: Sequence[AppliedUpdate], *, reverse_order: bool) -> float:
-        """Replay the recorded updates, and return the last share's loss. `reverse_order`: see `compute_gradient`."""
+    def replay(
+        self, record: Sequence[AppliedUpdate], *, reverse_order: bool, recorder: CoverageRecorder | None = None
+    ) -> float:
+        """Replay the recorded updates, and return the last share's loss. `reverse_order`: see `compute_gradient`.
+
+        `recorder` records what the updates exercise.
+        """
         history, positions = [self._copy_weights()], [_START]  # weights by version, positions by step
         remaining_shares: dict[int, int] = {}  # how many shares of a step are still to come, by step
         loss = float("nan")
@@ -135,7 +141,13 @@ class ParameterServerReference(Reference):
             indices = list(range(share.number, len(microbatches), share.num_shares))
             if applied.is_applied:
                 loss = self._apply_update(
-                    applied, [microbatches[i] for i in indices], indices, history, positions[share.step], reverse_order
+                    applied,
+                    [microbatches[i] for i in indices],
+                    indices,
+                    history,
+                    positions[share.step],
+                    reverse_order,
+                    recorder,
                 )
             remaining_shares[share.step] = remaining_shares.get(share.step, share.num_shares) - 1
             for scheduler in self.lr_schedulers if not remaining_shares[share.step] else ():
@@ -150,6 +162,7 @@ class ParameterServerReference(Reference):
         history: list[dict[str, Tensor]],
         position: RunPosition,
         reverse_order: bool,
+        recorder: CoverageRecorder | None,
     ) -> float:
         names, server_of = history[-1], self.server_of
         self._load_weights({name: history[applied.versions[server_of.get(name, 0)]][name] for name in names})
@@ -157,6 +170,9 @@ class ParameterServerReference(Reference):
             position, microbatches=microbatches, reverse_order=reverse_order, random_microbatch=indices.__getitem__
         )
         self._load_weights(history[-1])
+        if recorder is not None:
+            recorder.record_gradient(gradient, position=position, num_microbatches=len(microbatches))
+            recorder.record_update(gradient.total)
         schedulers, self.lr_schedulers = self.lr_schedulers, []
         self.update(gradient.total)
         self.lr_schedulers = schedulers
@@ -207,7 +223,9 @@ def compare_parameter_server_run(
     if isinstance(reference, ParameterServerReference):
         reference.server_of = server_of_parameters(setup)
         initial_tensors = {name: tensor.clone() for name, tensor in collect_tensors(reference).items()}
-        loss = reference.replay(step.record, reverse_order=False)
+        recorder = CoverageRecorder(reference, replicas=1)  # of each share
+        loss = reference.replay(step.record, reverse_order=False, recorder=recorder)
+        rung_result.coverage = recorder.as_json()
         replay_perturbed = partial(_replay_perturbed, reference, step.record)
         judge_drift(rung_result, weights, reference, replay_perturbed, initial_tensors, steps, WeightDrift())
         max_staleness = max((number for counts in step.collect_staleness() for number, _ in counts["late"]), default=0)

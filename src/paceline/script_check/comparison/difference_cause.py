@@ -1,0 +1,155 @@
+"""The likely cause of a difference between the gradients of two runs that had the same samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.console.formatting import plural
+from paceline.script_check.comparison.script_records import fingerprint_of, step_eps
+from paceline.script_check.judge.reduction import find_reductions, fit_weights
+from paceline.script_check.judge.script_run import ScriptRun, ScriptStep, Vector
+from paceline.script_check.recording import TensorPrint
+from paceline.verification.fingerprints.ill_conditioned import factor_between
+
+_FACTOR = 1e-3  # relative, of factors that count as equal
+_NEAR = 1e-2  # relative, of a factor that has a known reason
+_MAX_COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """The likely cause of a difference. `is_random`: random numbers differ, so the runs can't be compared."""
+
+    text: str
+    hint: str = ""
+    is_random: bool = False
+
+
+def gradient_cause(
+    first: ScriptRun, second: ScriptRun, *, step: int, parameter: str, names: Mapping[str, str], called: tuple[str, str]
+) -> Cause:
+    """Return why the gradients of a step differ; `second` has at least as many ranks as `first`.
+
+    `names` are the first run's names of the second run's parameters, and `called` are the names of the runs.
+    """
+    pair = _find_steps(first, second, step, parameter, names)
+    if pair is None:
+        return _unknown(called)
+    reference = _Gradients(pair[0], {})
+    other = _Gradients(pair[1], names)
+    discarded = max(rank.num_discarded for rank in pair[1].ranks)
+    if discarded and not any(rank.num_discarded for rank in pair[0].ranks):
+        return Cause(
+            text=f"{called[1]} throws away the gradients of {plural(discarded, 'backward pass')} in each step:"
+            " zero_grad() is called within the accumulation",
+            hint="call optimizer.zero_grad() once, after optimizer.step()",
+        )
+    return (
+        _common_factor(reference, other, called)
+        or _unequal_weights(reference, other, called)
+        or _known_noise(first, second)
+        or _unknown(called)
+    )
+
+
+class _Gradients:
+    """The gradients of a step by the names of the first run."""
+
+    def __init__(self, step: ScriptStep, names: Mapping[str, str]) -> None:
+        self.step = step
+        self.own_names = {names.get(name, name): name for name in step.gradients[0]}
+        self.prints: dict[str, TensorPrint] = {names.get(name, name): each for name, each in step.gradients[0].items()}
+        reductions = find_reductions(step, before=None)
+        self.factor = next((each.total.factor for each in reductions if each.total.kind == "scaled"), 1.0)
+
+    def num_passes(self) -> int:
+        return max((len(passes) for rank in self.step.ranks for passes in rank.own_gradients.values()), default=1)
+
+
+def _find_steps(
+    first: ScriptRun, second: ScriptRun, number: int, parameter: str, names: Mapping[str, str]
+) -> tuple[ScriptStep, ScriptStep] | None:
+    for step in second.steps:
+        if step.number == number and parameter in {names.get(name, name) for name in step.gradients[0]}:
+            for other in first.steps:
+                if (other.number, other.optimizer) == (number, step.optimizer):
+                    return other, step
+    return None
+
+
+def _common_factor(reference: _Gradients, other: _Gradients, called: tuple[str, str]) -> Cause | None:
+    """Return a cause if all gradients differ by one factor, which clipping is left out of."""
+    eps = max(step_eps(reference.step), step_eps(other.step))
+    factors = [
+        factor_between(fingerprint_of(other.prints[name], eps=eps), fingerprint_of(each, eps=eps))
+        for name, each in reference.prints.items()
+        if name in other.prints and each.norm
+    ]
+    known = [factor * reference.factor / other.factor for factor in factors if factor]
+    if not known or len(known) < len(factors) or max(known) - min(known) > max(_FACTOR, 8 * eps) * abs(max(known)):
+        return None
+    factor, world, passes = known[0], len(other.step.ranks), other.num_passes()
+    if abs(factor - 1) <= _FACTOR:
+        return None
+    reasons = [
+        text
+        for value, text in (
+            (world, f"the {world} ranks: a sum in place of a mean, or a loss multiplied by them"),
+            (1 / world, f"1/{world}: averaged twice, or a loss divided by the ranks"),
+            (passes, f"the {passes} backward passes of a step: the loss is not divided by them"),
+        )
+        if value != 1 and abs(factor / value - 1) < _NEAR
+    ]
+    why = f", {'; or '.join(reasons)}" if reasons else ": a loss of another scale"
+    return Cause(text=f"the gradients of {called[1]} are {factor:.4g} times those of {called[0]}{why}")
+
+
+def _unequal_weights(reference: _Gradients, other: _Gradients, called: tuple[str, str]) -> Cause | None:
+    """Return a cause if the first run weights the own gradients of the second one's ranks, or passes, unequally."""
+    judged = set(other.step.judged_names)
+    names = [name for name, own in other.own_names.items() if own in judged and name in reference.prints]
+    for word, columns_of in (("ranks", other.step.own), ("backward passes", other.step.passes)):
+        columns = {name: columns_of(other.own_names[name]) for name in names}
+        if not columns or next(iter(columns.values())).shape[1] not in range(2, _MAX_COLUMNS + 1):
+            continue
+        weights, rest = _fit(reference, columns)
+        mean = float(np.mean(weights))
+        if rest < _NEAR and np.max(np.abs(weights - mean)) > _NEAR * abs(mean):
+            shares = ", ".join(f"{value:.3g}" for value in weights / weights.sum())
+            return Cause(
+                text=f"the {word} of {called[1]} count as ({shares}) in {called[0]}, and equally in {called[1]}: a mean"
+                " of means, each divided by its own count of tokens or samples",
+                hint="divide the sum of the loss by the count of all ranks and passes",
+            )
+    return None
+
+
+def _fit(reference: _Gradients, columns: Mapping[str, Vector]) -> tuple[Vector, float]:
+    sizes = {name: max(float(np.linalg.norm(each)), 1e-300) for name, each in columns.items()}
+    target = np.concatenate([np.array(reference.prints[name].projections) / sizes[name] for name in columns])
+    return fit_weights(target, np.vstack([each / sizes[name] for name, each in columns.items()]))
+
+
+def _known_noise(first: ScriptRun, second: ScriptRun) -> Cause | None:
+    lines = [rank for run in (first, second) for step in run.steps for rank in step.ranks]
+    if any(rank.draws_random_numbers for rank in lines):
+        return Cause(
+            text="the model draws random numbers in its forward, as dropout does, and each process draws other ones",
+            hint="set dropout to 0 by the script's own options, and record both again",
+            is_random=True,
+        )
+    norms = sorted({name for rank in lines for name in rank.batch_norms})
+    if norms:
+        return Cause(
+            text=f"batch norms, as {norms[0]}, use the statistics of their rank's own samples",
+            hint="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+        )
+    return None
+
+
+def _unknown(called: tuple[str, str]) -> Cause:
+    return Cause(
+        text=f"no weighting of the gradients that the ranks of {called[1]} computed gives those of {called[0]}: other"
+        " targets, random augmentation, a loss over the whole batch, or counts of microbatches"
+    )

@@ -1,0 +1,265 @@
+"""Compare two recordings of scripts: the same training, or the first difference and its likely cause.
+
+There are three answers. *Can't be compared* always comes with its reason and what to type next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.console.formatting import plural
+from paceline.errors import ExitCode
+from paceline.script_check.comparison.difference_cause import gradient_cause
+from paceline.script_check.comparison.rounding_drift import is_drift
+from paceline.script_check.comparison.sample_comparison import (
+    RunDifference,
+    are_samples_seen,
+    sample_difference,
+    samples_of,
+    setting_difference,
+)
+from paceline.script_check.comparison.script_records import comparable_records, equal_names, without_later_weights
+from paceline.script_check.judge.script_finding import ScriptFinding
+from paceline.script_check.judge.script_run import ScriptRun, read_script_run
+from paceline.script_check.judge.verdict import judge
+from paceline.script_check.recording import ScriptRecording, read_origin
+from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings
+from paceline.verification.fingerprints.fingerprint import Record
+
+SAME, DIFFERENT, NOT_COMPARABLE = "same", "different", "can't be compared"
+_MIN_LATER_STEPS = 2  # whose equal gradients show that weights which differ have no effect
+_SEED_HINT = "--seed 0 for both recordings; or the same checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptComparison:
+    """The result; its fields are the keys of `--json`. `exit_code` is 0, 4 (different, or a finding) or 5.
+
+    `step` and `parameter` are where the runs differ first. `findings` are what is wrong in one of the runs by itself.
+    """
+
+    exit_code: int
+    verdict: str
+    cause: str
+    hint: str = ""
+    step: int = 0
+    parameter: str = ""
+    samples: str = ""
+    runs: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The result for a person."""
+        lines = [*self.runs, *(f"WRONG  {finding}" for finding in self.findings)]
+        lines += [f"samples: {self.samples}"] if self.samples else []
+        lines += [f"note   {note}" for note in self.notes]
+        word = {SAME: "SAME TRAINING", DIFFERENT: "DIFFERENT", NOT_COMPARABLE: "CAN'T BE COMPARED"}[self.verdict]
+        where = f"first at step {self.step}{f' in {self.parameter}' if self.parameter else ''}: " if self.step else ""
+        lines.append(f"{word}: {where}{self.cause}")
+        if self.hint:
+            lines.append(f"       to do: {self.hint}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A recording, the name of its folder, and what is wrong in it by itself."""
+
+    name: str
+    run: ScriptRun
+    origin: ScriptRecording
+    faults: Sequence[ScriptFinding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    verdict: str
+    cause: str
+    hint: str = ""
+    step: int = 0
+    parameter: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def compare_scripts(one: Path, other: Path) -> ScriptComparison:
+    """Compare two recordings of scripts, in either order.
+
+    Raises:
+        UsageError: a recording can't be read.
+    """
+    first, second = sorted((_read(one), _read(other)), key=lambda each: each.run.world_size)
+    called = (first.name, second.name)
+    samples = sample_difference(first.run, second.run, called)
+    are_seen = are_samples_seen(first.run, second.run)
+    answer = _answer(first, second, samples)
+    findings = [f"{each.name}: {_describe(finding)}" for each in (second, first) for finding in each.faults]
+    is_wrong = answer.verdict == DIFFERENT or findings
+    code = ExitCode.DIFFERENT if is_wrong else ExitCode.DONE if answer.verdict == SAME else ExitCode.NOT_JUDGED
+    return ScriptComparison(
+        exit_code=int(code),
+        verdict=answer.verdict,
+        cause=answer.cause,
+        hint=answer.hint,
+        step=answer.step,
+        parameter=answer.parameter,
+        samples=(samples.text if samples else "the same at each step") if are_seen else "not seen",
+        runs=tuple(_summary(each) for each in (first, second)),
+        findings=tuple(findings),
+        notes=answer.notes,
+    )
+
+
+def _read(path: Path) -> _Recorded:
+    run, origin = read_script_run(path), read_origin(path)
+    assert origin is not None
+    faults = [finding for finding in judge(run).findings if not finding.is_note] if run.steps else []
+    return _Recorded(path.name or str(path), run, origin, faults)
+
+
+def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) -> _Answer:
+    """Return the verdict on two recordings, of which the second has at least as many ranks."""
+    empty = next((each for each in (first, second) if not each.run.steps), None)
+    if empty is not None:
+        return _Answer(verdict=NOT_COMPARABLE, cause=f"{empty.name} has no step", hint="look into its output.log")
+    fault = next((rank.fault for each in (first, second) for rank in each.run.ranks if rank.fault), "")
+    if fault:
+        return _Answer(verdict=NOT_COMPARABLE, cause=f"the recorder failed: {fault}")
+    called = (first.name, second.name)
+    settings = setting_difference(first.run, second.run, called)
+    names = equal_names(first.run, second.run)
+    difference, text, notes = _first_difference(
+        comparable_records(first.run, {}), comparable_records(second.run, names), is_alike=settings is None
+    )
+    if difference is None:
+        return _answer_without_difference(first, second, samples, settings, text, notes)
+    step, parameter = int(difference["step"]), str(difference["parameter"])
+    if not step:
+        return _Answer(verdict=NOT_COMPARABLE, cause=difference["cause"], hint=_SEED_HINT, notes=notes)
+    early = next((f for each in (second, first) for f in each.faults if f.step <= step), None)
+    if early is not None:
+        return _Answer(
+            verdict=DIFFERENT, cause=early.text, hint=early.hint, step=step, parameter=parameter, notes=notes
+        )
+    if settings is not None and settings.step <= step and not (samples and samples.step < settings.step):
+        return _Answer(verdict=DIFFERENT, cause=settings.text, hint=settings.hint, step=step, parameter=parameter)
+    if samples is not None and samples.step <= step:
+        return _by_samples(samples, step=step, parameter=parameter)
+    if difference["kind"] != "gradient" or "only one run" in difference["cause"]:
+        return _Answer(verdict=DIFFERENT, cause=difference["cause"], step=step, parameter=parameter, notes=notes)
+    if _has_fed_inputs_alone(first.run) or _has_fed_inputs_alone(second.run):
+        return _Answer(
+            verdict=NOT_COMPARABLE,
+            cause="the fed batches went into the model alone, and its loss is computed outside, on other targets",
+            hint="only a script with a DataLoader, or a model that computes its loss, can be fed",
+            step=step,
+            parameter=parameter,
+        )
+    cause = gradient_cause(first.run, second.run, step=step, parameter=parameter, names=names, called=called)
+    return _Answer(
+        verdict=NOT_COMPARABLE if cause.is_random else DIFFERENT,
+        cause=cause.text,
+        hint=cause.hint,
+        step=step,
+        parameter=parameter,
+        notes=notes,
+    )
+
+
+def _first_difference(
+    first: list[Record], second: list[Record], *, is_alike: bool
+) -> tuple[dict[str, Any] | None, str, tuple[str, ...]]:
+    """Return the first difference of gradients or weights, the text on all steps, and notes.
+
+    A weight that differs, while the gradients of several later steps are equal, has no effect: rounding moves it where
+    its true gradient is zero. A wrong update would show in the next gradients. `is_alike`: both runs have the same
+    settings.
+    """
+    found = compare_recordings(first, second, same_ranks=False)
+    difference = found.first
+    if difference is None or not difference["step"] or not is_alike:
+        return difference, _equal_text(first, second, found), ()
+    if difference["kind"] != "weight":
+        step = int(difference["step"])
+        if not is_drift(first, second, step=step):
+            return difference, "", ()
+        first, second = ([record for record in each if record.step < step] for each in (first, second))
+        before = compare_recordings(first, second, same_ranks=False)
+        note = (
+            f"from step {step} on, the runs drift apart ({difference['distance']:.1e} in {difference['parameter']}), as"
+            " rounding makes them do: not judged"
+        )
+        return None, _equal_text(first, second, before), (note,)
+    later = compare_recordings(without_later_weights(first), without_later_weights(second), same_ranks=False)
+    end = int(later.first["step"]) if later.first else min(first[-1].step, second[-1].step) + 1
+    count = end - int(difference["step"]) - 1
+    if count < _MIN_LATER_STEPS:
+        return difference, "", ()
+    note = (
+        f"weights of {difference['parameter']} differ from step {difference['step']} on, and no gradient of the next"
+        f" {plural(count, 'step')} does: they have no effect, and are not judged"
+    )
+    return later.first, _equal_text(first, second, later), (note,)
+
+
+def _equal_text(first: Sequence[Record], second: Sequence[Record], found: Comparison) -> str:
+    """Return how far the gradients of runs without a difference are apart; those that are only rounding don't count."""
+    by_key = {(record.step, record.optimizer): record for record in second}
+    distances = [
+        each.distance(by_key[record.step, record.optimizer].gradients[name])
+        for record in first
+        if (record.step, record.optimizer) in by_key
+        for name, each in record.gradients.items()
+        if name in by_key[record.step, record.optimizer].gradients and name not in found.unjudged
+    ]
+    steps = plural(found.steps, "step")
+    if found.verdict == "bitwise":
+        return f"bitwise, {steps}"
+    return f"equal up to rounding, {steps}; gradients differ by at most {max(distances, default=0.0):.1e} of their norm"
+
+
+def _answer_without_difference(
+    first: _Recorded,
+    second: _Recorded,
+    samples: RunDifference | None,
+    settings: RunDifference | None,
+    text: str,
+    notes: tuple[str, ...],
+) -> _Answer:
+    if settings is not None:
+        return _Answer(verdict=DIFFERENT, cause=settings.text, hint=settings.hint, notes=notes)
+    if samples is not None:
+        return _by_samples(samples)
+    counts = first.run.last_step, second.run.last_step
+    if counts[0] != counts[1] and not (first.origin.steps or second.origin.steps):
+        cause = f"{text}; then {first.name} ends after {counts[0]} steps, and {second.name} after {counts[1]}"
+        return _Answer(verdict=DIFFERENT, cause=cause, hint="the same drop_last, epochs and batch size", notes=notes)
+    return _Answer(verdict=SAME, cause=text, notes=notes)
+
+
+def _by_samples(samples: RunDifference, *, step: int = 0, parameter: str = "") -> _Answer:
+    verdict = DIFFERENT if samples.is_unequal_count else NOT_COMPARABLE
+    return _Answer(verdict=verdict, cause=samples.text, hint=samples.hint, step=step, parameter=parameter)
+
+
+def _has_fed_inputs_alone(run: ScriptRun) -> bool:
+    """Return whether a model got fed inputs while its loss is computed outside of it."""
+    return any(
+        call.is_fed and not call.returns_loss for step in run.steps for rank in step.ranks for call in rank.calls
+    )
+
+
+def _summary(recorded: _Recorded) -> str:
+    run = recorded.run
+    count = sum(samples_of(run.steps[0]).values()) if run.steps else 0
+    fed = f", with the batches of {Path(recorded.origin.fed).name}" if recorded.origin.fed else ""
+    steps, ranks = plural(run.last_step, "step"), plural(run.world_size, "rank")
+    return f"{recorded.name}: {steps} of {ranks}, {plural(count, 'sample')} in the first step{fed}"
+
+
+def _describe(finding: ScriptFinding) -> str:
+    since = f"from step {finding.step} on: " if finding.step else ""
+    where = f" ({finding.line})" if finding.line else ""
+    return f"{since}{finding.text}{where}"
