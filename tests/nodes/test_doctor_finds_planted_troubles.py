@@ -147,7 +147,7 @@ PLANTS = {
         start={"environ": {"GLOO_SOCKET_IFNAME": "^docker0"}},
     ),
     "a run folder of its own": Plant(
-        says=r"node 1 \(node1\): what node 0 writes to the run folder \(runs\) is not there",
+        says=r"node 1 \(node1\): what node 0 writes to the run folder \(/.*/runs\) is not there",
         start={"setup": "mount -t tmpfs own runs"}, blamed=("node1",),
     ),
     "a run folder that is read-only": Plant(

@@ -16,13 +16,16 @@ import msgspec
 import pytest
 
 from paceline.errors import MachineError, UsageError
-from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
+from paceline.nodes.examination import Examination, answer_head, examine_machine, examine_nodes, take_part
 from paceline.nodes.finding import Finding
+from paceline.nodes.line_channel import ChannelError, LineChannel
 from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.conftest import Shop
 from tests.nodes.test_fact_findings import machine
+from tests.nodes.test_line_channel import as_tcp
+from tests.waiting import wait_until
 
 LOOPBACK = {"address": "127.0.0.1"}
 
@@ -153,6 +156,7 @@ def test_the_first_word_of_a_wait_comes_within_a_second(two: Nodes) -> None:
     ({"node": 0}, "fake says that it is node 0, and so does the head"),
     ({"node": 9}, "fake says that it is node 9, and there are nodes 0 to 1"),
     ({"num_nodes": 4}, "fake expects 4 nodes, and the head 2"),
+    ({"num_nodes": 4, "counts": "3:4"}, "fake expects 3 to 4 nodes, and the head 2"),
     ({"protocol": "paceline-nodes-9"}, "fake has another version of Paceline"),
 ])  # fmt: skip
 def test_a_node_that_does_not_belong_here_is_sent_away_and_named(
@@ -161,7 +165,7 @@ def test_a_node_that_does_not_belong_here_is_sent_away_and_named(
     with socket.create_connection(two.address) as connection:
         connection.sendall(hello(**message))
         answer = json.loads(connection.recv(1000))
-    assert answer == {"do": "end", "node": None, "exit_code": 3, "text": says}
+    assert answer == {"do": "end", "node": None, "exit_code": 2, "text": says}
     assert said(two.examine(wait_seconds=0.1)) == [says]
 
 
@@ -243,6 +247,31 @@ def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
     two: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.nodes.examination._SHORT_SECONDS", 0.3)
+    monkeypatch.setattr("paceline.nodes.examination._STUCK_SECONDS", 0.2)
+
+    def be_member() -> None:
+        with socket.create_connection(two.address) as connection:
+            stream = join_as_fake(connection)
+            stream.write('"facts follow"\n')
+            stream.flush()
+            heard.append(json.loads(stream.readline()))
+            heard.append(json.loads(stream.readline()))
+
+    heard: list[dict[str, Any]] = []
+    thread = threading.Thread(target=be_member)
+    thread.start()
+    (what,) = said(two.examine())
+    thread.join()
+    assert "only small messages arrive" in what
+    assert heard[1]["do"] == "end" and heard[1]["exit_code"] == 3 and what in heard[1]["text"], heard
+    assert "lower the MTU" in heard[1]["text"]
+
+
+def test_a_large_message_for_which_the_system_of_a_node_gives_up_is_a_matter_of_the_network(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has left has sent its facts before, so they would have arrived."""
+    monkeypatch.setattr("paceline.nodes.examination._STUCK_SECONDS", 0.3)
 
     def be_member() -> None:
         with socket.create_connection(two.address) as connection:
@@ -250,12 +279,61 @@ def test_large_messages_that_do_not_arrive_are_a_matter_of_the_network(
             stream.write('"facts follow"\n')
             stream.flush()
             time.sleep(1)
+            stream.close()
 
     thread = threading.Thread(target=be_member)
     thread.start()
     (what,) = said(two.examine())
     thread.join()
     assert "only small messages arrive" in what
+
+
+def test_a_member_on_the_machine_of_the_head_that_says_it_is_node_1_is_told_where_it_is(tmp_path: Path) -> None:
+    place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=free_port(), node=1)
+    with pytest.raises(MachineError, match="itself, the host of node 0") as caught:
+        take_part(place, read_facts=machine, run_folder=tmp_path, wait_seconds=0.3)
+    assert caught.value.hint.startswith("--node 0, or no --node")
+    with pytest.raises(MachineError) as caught:
+        take_part(replace(place, is_played=True), read_facts=machine, run_folder=tmp_path, wait_seconds=0.3)
+    assert "itself" not in caught.value.what
+
+
+@pytest.mark.parametrize(("error", "cause"), [
+    (ChannelError("closed"), "has given this node up"), (TimeoutError(), "or no large packets"),
+    (ConnectionRefusedError(), ""), (KeyError("do"), ""),
+])  # fmt: skip
+def test_the_cause_of_a_lost_connection_is_only_said_if_it_is_known(
+    two: Nodes, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = LineChannel(as_tcp(ours))
+        monkeypatch.setattr(channel, "receive", fail)
+        with pytest.raises(MachineError) as caught:
+            answer_head(channel, two.place, read_facts=machine, run_folder=two.folder)
+    assert cause in caught.value.cause and bool(cause) == bool(caught.value.cause)
+
+
+def test_another_working_folder_is_said_with_both_paths(two: Nodes, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    two.folder, here = other, two.folder
+    two.join(1)
+    wait_until(lambda: bool(two.reception._arrivals))
+    two.folder = here
+    (what,) = said(two.examine())
+    assert what == f"node 1 ({socket.gethostname()}): the run folder is {other} there, and {here} on node 0"
+
+
+def test_another_run_folder_of_the_command_is_one_finding(two: Nodes, tmp_path: Path) -> None:
+    two.folder, here = tmp_path / "other", two.folder
+    two.join(1, command={"run folder": "other"})
+    wait_until(lambda: bool(two.reception._arrivals))
+    two.folder = here
+    (what,) = said(two.examine())
+    assert what == "run folder differs: unset on node 0, other on node 1"
 
 
 def test_who_is_missing_is_one_finding_and_who_was_sent_away_and_came_again_is_none(tmp_path: Path) -> None:
@@ -310,7 +388,7 @@ def test_a_head_that_ends_is_an_error_of_the_member(two: Nodes) -> None:
 
 
 def test_a_head_that_is_not_there_is_an_error_with_the_line_to_type(tmp_path: Path) -> None:
-    place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=free_port(), node=1)
+    place = NodePlace(num_nodes=2, head_host="127.0.0.1", port=free_port(), node=None)
     with pytest.raises(MachineError) as caught:
         take_part(place, read_facts=machine, run_folder=tmp_path, wait_seconds=0.3)
     assert "can't be reached: Connection refused" in caught.value.what and "nc -vz 127.0.0.1" in caught.value.hint

@@ -126,9 +126,42 @@ def test_of_gpus_only_those_that_are_there_are_compared() -> None:
 def test_a_cause_on_several_nodes_is_one_finding_in_the_words_of_the_worst() -> None:
     disks = {node: machine(node, free_disk=(500 + node) << 20) for node in range(3)}
     (finding,) = judge_facts(disks)
-    assert finding.what == "nodes 0, 1, 2: 500.0 MiB are free where the run folder is"
+    assert finding.what == "nodes 0, 1, 2: at worst, 500.0 MiB are free where the run folder is"
     (finding,) = judge_facts({node: machine(node) for node in range(4)}, skews={1: 5.0, 2: 5.1, 3: 4.9})
     assert finding.what.startswith("node 0 (host0): the clock is -4.9 s off") and finding.nodes == (0,)
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ({"interface_variables": {"GLOO_SOCKET_IFNAME": "eth9"}}, {"interface_variables": {"GLOO_SOCKET_IFNAME": "lo"}}),
+    ({"host_address": "8.8.8.8", "is_host_address_own": False}, {"host_address": ""}),
+    ({"code": {"job.py": "missing"}}, {"code": {"job.py": "can't be read (Permission denied)"}}),
+])  # fmt: skip
+def test_causes_with_other_words_are_findings_of_their_own(first: dict[str, Any], second: dict[str, Any]) -> None:
+    found = [
+        each for each in judge_facts({0: machine(0), 1: machine(1, **first), 2: machine(2, **second)}) if each.nodes
+    ]
+    assert [each.nodes for each in found] == [(1,), (2,)] and found[0].what != found[1].what
+
+
+def test_what_the_job_imports_must_be_equal_and_other_files_beside_it_are_a_note() -> None:
+    code = {"job.py": "a", "helper.py": "b", "scratch.py": "c"}
+    other = {"job.py": "a", "helper.py": "x", "scratch.py": "y"}
+    finding, note = judge_facts({
+        0: machine(0, code=code, imported={"helper.py": "b", "lib/a.py": "d"}),
+        1: machine(1, code=other, imported={"helper.py": "x"}),
+    })  # fmt: skip
+    assert finding.what == "helper.py differs: b on node 0, x on node 1; so does lib/a.py" and finding.refusal_code == 2
+    assert note.is_note and note.what == "scratch.py differs: c on node 0, y on node 1"
+
+
+def test_another_command_is_said_alone() -> None:
+    """With `paceline doctor` on one node, all options and files of `paceline train` differ, too."""
+    (finding,) = judge_facts({
+        0: machine(0, verb="paceline train", code={"job.py": "a"}, command={"layout": "ddp"}),
+        1: machine(1, verb="paceline doctor"),
+    })  # fmt: skip
+    assert finding.what == "command differs: paceline train on node 0, paceline doctor on node 1"
+    assert finding.refusal_code == 2
 
 
 def test_another_network_for_the_ranks_is_no_finding() -> None:

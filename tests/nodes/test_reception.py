@@ -16,6 +16,7 @@ from paceline.nodes.fact_findings import judge_facts
 from paceline.nodes.head_connection import RunOverError, join_head
 from paceline.nodes.line_channel import LineChannel
 from paceline.nodes.machine_facts import MachineFacts
+from paceline.nodes.node_link import NodeLink
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import NodePlace
 from tests.nodes.test_examination import free_port
@@ -250,3 +251,43 @@ def test_a_stranger_at_the_heads_port_is_not_waited_for() -> None:
             join_head(place, wait_seconds=5, waits_for_place=True, report=lines.append)
         thread.join()
     assert lines == []
+
+
+def test_a_connection_on_which_nothing_comes_is_no_silence_if_new_ones_work(
+    door: Door, reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a cut of the network, while TCP waits before it repeats what was lost."""
+    monkeypatch.setattr(LineChannel, "send", _send_no_beat)
+    member = door.come()
+    wait_for(reception, door.lines)
+    links = [NodeLink(reception._arrivals[0].channel), NodeLink(member)]
+    longest, end_time = 0.0, time.monotonic() + 6
+    while time.monotonic() < end_time:
+        longest = max(longest, *(link.silence_seconds for link in links))
+        time.sleep(0.05)
+    assert 1.5 < longest < 4.5, "signs come after two seconds of silence, one a second"
+    reception.close()
+    wait_until(lambda: min(link.silence_seconds for link in links) > 4.5)
+    for link in links:
+        link.close()
+
+
+def test_only_a_node_that_has_a_place_gets_an_answer_to_its_sign(door: Door, reception: Reception) -> None:
+    channel = door.come()
+    wait_until(lambda: bool(reception._arrivals))
+    assert channel.send_sign(timeout_seconds=2) and reception._arrivals[0].channel.take_sign()
+    for key in ("another", ""):
+        stranger = LineChannel(socket.create_connection(("127.0.0.1", door.place.port)))
+        with pytest.raises(OSError, match="closed"):
+            stranger.ask({"do": "sign", "key": key}, timeout_seconds=2)
+        stranger.close()
+    reception.vacate(reception._arrivals[0].channel)
+    assert not channel.send_sign(timeout_seconds=2), "it was given up"
+
+
+_SEND = LineChannel.send
+
+
+def _send_no_beat(channel: LineChannel, value: object) -> None:
+    if value != {"do": "beat"}:
+        _SEND(channel, value)

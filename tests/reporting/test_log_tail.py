@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.failures.failure_record import TRACEBACK_MARKER
 from paceline.reporting.sinks.log_tail import LogTail
 
 CHATTER = [
@@ -43,6 +44,17 @@ def test_what_libraries_log_stays_in_the_log(tmp_path: Path) -> None:
     tail.close()
     assert out.getvalue().splitlines() == SHOWN
     assert (tmp_path / "rank-0.log").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(("printed", "shown"), [("step 1\n", "step 1\n"), ("step 1", "step 1\n"), ("a\n\n", "a\n\n")])
+def test_a_traceback_leaves_no_empty_line_on_the_screen(tmp_path: Path, printed: str, shown: str) -> None:
+    """`print_traceback` begins a new line, in case the job has left one unfinished."""
+    (tmp_path / "rank-0.log").write_text(f"{printed}\n{TRACEBACK_MARKER}\nTraceback (most recent call last):\n")
+    out = io.StringIO()
+    tail = LogTail(tmp_path, out=out)
+    tail()
+    tail.close()
+    assert out.getvalue() == shown
 
 
 def test_the_log_is_followed_although_its_folder_was_moved_and_a_crash_ends_it(tmp_path: Path) -> None:

@@ -50,6 +50,20 @@ def test_the_newest_run_is_the_one_that_began_last_whatever_the_clock_said(tmp_p
     assert find_run(None, root=tmp_path)[0].path == named
 
 
+def test_a_run_that_was_named_is_one_of_its_job(tmp_path: Path) -> None:
+    """So `train --resume` and `why` choose the same run, if the newest one has a checkpoint."""
+    begin(tmp_path, "job", "20261125-120000-bbbb")
+    for name, job in (("branch", "job.py"), ("other", "another.py"), ("unknown", "")):
+        named = tmp_path / name
+        (named / "checkpoints").mkdir(parents=True)
+        (named / "checkpoints" / "latest").write_text("step-00000001\n")
+        number_run(named, root=tmp_path)
+        if job:
+            write_json(RunFolder(named).task, Task(verb="train", job=job).as_json())
+    found = newest_saved_run("job", root=tmp_path)
+    assert found is not None and found.path == tmp_path / "branch"
+
+
 def test_a_jobs_name_is_no_pattern(tmp_path: Path) -> None:
     for name in ("job1", "jobx", "job"):
         begin(tmp_path, name, "20261125-120000-bbbb")

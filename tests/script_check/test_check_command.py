@@ -153,7 +153,7 @@ def test_gradients_and_weights_of_some_steps_are_left_out(tmp_path: Path) -> Non
     for field in ("weights", "gradients", "own_gradients"):
         assert [line["step"] for line in lines[1:] if line[field]] == [1, 2, 4, 7], field
     wrong = check(tmp_path, "--every", "0", "--", sys.executable, "train.py", "9")
-    assert wrong.returncode == 2 and "--every and --wait must be positive" in wrong.stderr, wrong
+    assert wrong.returncode == 2 and "--every 0 must be positive" in wrong.stderr, wrong
 
 
 def test_a_command_that_fails_later_is_no_clean_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from paceline.commands.command_table import DoctorOptions, VerbOutput
 from paceline.commands.common.option_checks import refuse_wait
 from paceline.console.formatting import format_size, plural
 from paceline.console.output import print_line
-from paceline.errors import UsageError, raise_all
+from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.nodes.examination import Examination, examine_machine, examine_nodes, take_part
 from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS
 from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
@@ -65,7 +65,7 @@ def _run_on_node(options: DoctorOptions, place: NodePlace, *, start_time: float)
         )
         text = f"node {end['node']}: {end['text']}; see the screen of node 0 ({place.head_host})"
         return end["exit_code"], end, text
-    reception = Reception(listener, place)
+    reception = Reception(listener, place, misfit_code=int(ExitCode.MACHINE))
     try:
         examination = examine_nodes(
             reception, read_facts(), run_folder=run_folder, wait_seconds=options.wait, report=_report
@@ -93,7 +93,8 @@ def _report(line: str) -> None:
 
 def _read_facts(options: DoctorOptions, code: Mapping[str, Path], *, head_host: str) -> MachineFacts:
     data = {path: Path(path) for path in options.data}
-    return read_machine_facts(head_host=head_host, run_folder=Path(options.run_dir), code=code, data=data)
+    run_folder = Path(options.run_dir)
+    return read_machine_facts(head_host=head_host, run_folder=run_folder, code=code, data=data, verb="paceline doctor")
 
 
 def _result(examination: Examination, *, seconds: float, head: str = "") -> VerbOutput:

@@ -124,7 +124,7 @@ def _train_on_nodes(
     `counts` has the numbers of nodes with which the run may train.
     """
     line = build_resume_command(task) if task.run and not place.is_played else ""
-    start = NodeStart(place, task, node_counts=counts, resume_command=line)
+    start = NodeStart(place, task, node_counts=counts, resume=resume, resume_command=line)
     start.check_interface()
     if not start.is_head():
         code, text = start.run_member()

@@ -15,7 +15,8 @@ Start with `examination.py`.
   pings, and a stream.
 - `machine_facts.py`: The facts of a machine before a training, by which the machines of a run are compared.
 - `network_interfaces.py`: The network interfaces of this machine, asked from the kernel.
-- `node_link.py`: A link to another node while a run lasts: its messages, and how long nothing has come from it.
+- `node_link.py`: A link to another node while a run lasts: its messages, how long nothing has come from it, and what
+  that means.
 - `node_meeting.py`: The meeting of nodes: the head listens, the others connect, and each gets a number.
 - `node_place.py`: The place of this process among the nodes: how many there are, which one this is, and where they
   meet.

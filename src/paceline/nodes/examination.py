@@ -19,10 +19,10 @@ from paceline.errors import ExitCode, MachineError
 from paceline.nodes.fact_findings import judge_facts
 from paceline.nodes.finding import Finding, distinct_hosts, format_nodes
 from paceline.nodes.head_connection import join_head
-from paceline.nodes.line_channel import LineChannel
+from paceline.nodes.line_channel import ChannelError, LineChannel
 from paceline.nodes.link_findings import MeasuredLink, judge_links
 from paceline.nodes.link_measurement import LinkResult, LinkServer, try_link
-from paceline.nodes.machine_facts import MachineFacts
+from paceline.nodes.machine_facts import RUN_FOLDER_OPTION, MachineFacts
 from paceline.nodes.node_meeting import Arrival, Reception, end_member
 from paceline.nodes.node_place import NodePlace
 from paceline.nodes.run_folder_check import RunFolderProbe, look_for_probe
@@ -33,6 +33,9 @@ _FIRST_REPORT_SECONDS = 0.5  # the user should read within a second why the comm
 _SHORT_SECONDS, _LINK_SECONDS, _FACTS_SECONDS = 10.0, 30.0, 120.0
 _MAX_THREADS = 32
 END, RUN = "end", "run"  # messages that are no question: the node may end, or the run begins
+_STUCK_SECONDS = 2.0
+_LOWER_MTU = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
+_OWN_OUTPUT = "its own output says why"
 _FOLLOWS = "facts follow"  # a small message before a large one
 
 
@@ -195,13 +198,21 @@ def answer_head(
     except (OSError, KeyError, TypeError, ValueError) as error:
         if member.error is not None:
             raise member.error from None
-        raise MachineError(
-            f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}.",
-            where=f"{place.head_host}:{place.port}",
-            cause="the command on node 0 was ended; its own output says why",
-        ) from None
+        raise _lost_head_error(place, error) from None
     finally:
         member.close()
+
+
+def _lost_head_error(place: NodePlace, error: Exception) -> MachineError:
+    """Return the error for a connection to the head that has ended, with the cause only if it is known."""
+    cause = hint = ""
+    if isinstance(error, ChannelError | ConnectionResetError | BrokenPipeError):
+        cause = "the command on node 0 has ended, or has given this node up; its own output says why"
+    elif isinstance(error, TimeoutError):
+        cause = "the network does not deliver what this node sends, or no large packets of it"
+        hint = f"ping -M do -s 1472 {place.head_host}; if only small packets pass, {_LOWER_MTU}"
+    what = f"the connection to node 0 ended: {getattr(error, 'strerror', None) or error}."
+    return MachineError(what, where=f"{place.head_host}:{place.port}", cause=cause, hint=hint)
 
 
 class _Member:
@@ -232,7 +243,7 @@ class _Member:
             seconds = float(request["stream_seconds"])
             return [msgspec.to_builtins(try_link((str(host), int(port)), stream_seconds=seconds))]
         if kind == "look":
-            return [look_for_probe(self._run_folder, str(request["name"]))]
+            return [[*look_for_probe(self._run_folder, str(request["name"])), str(self._run_folder.absolute())]]
         return [time.time()]
 
     def close(self) -> None:
@@ -262,16 +273,14 @@ class _Head:
         """Ask all members for their facts. One whose facts do not arrive is left out."""
         answers = self._ask_all({"do": "facts"}, timeout_seconds=_FACTS_SECONDS)
         for node in [node for node, answer in answers.items() if answer == _FOLLOWS]:
+            start_time = time.monotonic()
             try:
                 answer = self.channels[node].receive(timeout_seconds=_SHORT_SECONDS)
                 self.facts[node] = msgspec.convert(answer, MachineFacts)
-            except TimeoutError:
-                what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
-                hint = "lower the MTU of all nodes: ip link set DEVICE mtu 1500"
-                code = int(ExitCode.MACHINE)
-                self._lose(node, Finding(what=what, hint=hint, nodes=(node,), refusal_code=code))
             except (OSError, msgspec.ValidationError) as error:
-                self._lose(node, self._left(node, str(error)))
+                # The system of a node that has repeated a large message in vain may reset the connection.
+                is_stuck = isinstance(error, OSError) and time.monotonic() - start_time > _STUCK_SECONDS
+                self._lose(node, self._stuck(node) if is_stuck else self._left(node, str(error)))
         for node in [node for node in self.channels if node not in self.facts]:
             self._lose(node, self._left(node, "it sent no facts"))
         self.facts = dict(sorted(self.facts.items()))
@@ -335,17 +344,27 @@ class _Head:
         """Check that all nodes can write the run folder, and see there the file of this node."""
         if probe.problem:
             return _write_findings({0: probe.problem}, self._hosts, folder)
-        answers = self._ask_all({"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS)
-        blind = [node for node, answer in answers.items() if isinstance(answer, list) and answer[:1] == [False]]
-        problems = {node: str(answer[1]) for node, answer in answers.items() if isinstance(answer, list) and answer[1:]}
-        found = _write_findings(problems, self._hosts, folder)
-        if blind:
-            hosts = ", ".join(self._hosts[node] for node in blind)
-            what = f"{format_nodes(blind)} ({hosts}): what node 0 writes to the run folder ({folder}) is not there"
+        found, blind = list[Finding](), dict[str, list[int]]()
+        problems: dict[int, str] = {}
+        for node, answer in self._ask_all({"do": "look", "name": probe.name}, timeout_seconds=_SHORT_SECONDS).items():
+            with suppress(msgspec.ValidationError):
+                is_there, problems[node], path = msgspec.convert(answer, tuple[bool, str, str])
+                if not is_there and not self._has_other_run(node):
+                    blind.setdefault(path, []).append(node)
+        for path, nodes in blind.items():
+            names = f"{format_nodes(nodes)} ({', '.join(self._hosts[node] for node in nodes)})"
+            what = f"{names}: what node 0 writes to the run folder ({folder.absolute()}) is not there"
             hint = "--run-dir on a disk that all nodes mount at the same place"
-            code = int(ExitCode.MACHINE)
-            found.append(Finding(what=what, hint=hint, nodes=tuple(blind), refusal_code=code))
-        return found
+            if path != str(folder.absolute()):
+                what = f"{names}: the run folder is {path} there, and {folder.absolute()} on node 0"
+                hint = "the command in the same folder on every node, or an absolute --run-dir"
+            found.append(Finding(what=what, hint=hint, nodes=tuple(nodes), refusal_code=int(ExitCode.MACHINE)))
+        return [*_write_findings(problems, self._hosts, folder), *found]
+
+    def _has_other_run(self, node: int) -> bool:
+        """Return whether another run folder was typed on a node, which is a finding of its own."""
+        runs = [self.facts[each].command.get(RUN_FOLDER_OPTION) for each in (0, node) if each in self.facts]
+        return len(set(runs)) > 1 or len({self.facts[each].verb for each in (0, node) if each in self.facts}) > 1
 
     def close_servers(self) -> None:
         """End the servers of this node for link tests."""
@@ -373,13 +392,20 @@ class _Head:
             self._lose(node, self._left(node, str(error.strerror or error)))
             return None
 
+    def _stuck(self, node: int) -> Finding:
+        what = f"node {node} ({self._hosts[node]}) is connected, but only small messages arrive"
+        return Finding(what=what, hint=_LOWER_MTU, nodes=(node,), refusal_code=int(ExitCode.MACHINE))
+
     def _left(self, node: int, reason: str) -> Finding:
         what = f"node {node} ({self._hosts[node]}) came, but then left: {reason}"
         code = int(ExitCode.MACHINE)
-        return Finding(what=what, hint="its own output says why", nodes=(node,), refusal_code=code)
+        return Finding(what=what, hint=_OWN_OUTPUT, nodes=(node,), refusal_code=code)
 
     def _lose(self, node: int, finding: Finding) -> None:
-        self.channels.pop(node).close()
+        """Leave a member out, and tell it why: a small message may still arrive."""
+        hint = "" if finding.hint == _OWN_OUTPUT else f" To do: {finding.hint}"
+        text = f"node 0 has given this node up: {finding.what}.{hint}"
+        end_member(self.channels.pop(node), node=node, exit_code=int(ExitCode.MACHINE), text=text)
         self.lost_members.append(finding)
 
 

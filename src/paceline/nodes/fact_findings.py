@@ -34,6 +34,8 @@ class _Comparison:
     is_note: bool = False
     changes_training: bool = False
     """Whether nodes that differ can't train together, or would train something else."""
+    absent: str = _UNSET
+    """The value of a name that a machine lacks."""
 
 
 def _is_computing(package: str) -> bool:
@@ -47,6 +49,9 @@ def _computing_packages(facts: MachineFacts) -> dict[str, str]:
 
 
 _SAME_IMAGE, _SAME_COMMIT = "the same image, or the same lock file, on every node", "the same commit on every node"
+_VERBS = _Comparison(
+    read=lambda facts: {"command": facts.verb}, hint="the same command on every node", changes_training=True
+)
 _COMPARISONS = (
     _Comparison(read=lambda facts: facts.command, hint="the same command on every node", changes_training=True),
     _Comparison(read=_computing_packages, hint=_SAME_IMAGE, changes_training=True),
@@ -55,8 +60,18 @@ _COMPARISONS = (
         hint=_SAME_IMAGE,
         is_note=True,
     ),
-    _Comparison(read=lambda facts: dict(list(facts.code.items())[:1]), hint=_SAME_COMMIT, changes_training=True),
-    _Comparison(read=lambda facts: dict(list(facts.code.items())[1:]), hint=_SAME_COMMIT, is_note=True),
+    _Comparison(
+        read=lambda facts: {**dict(list(facts.code.items())[:1]), **facts.imported},
+        hint=_SAME_COMMIT,
+        changes_training=True,
+        absent=MISSING,
+    ),
+    _Comparison(
+        read=lambda facts: {name: facts.code[name] for name in list(facts.code)[1:] if name not in facts.imported},
+        hint=_SAME_COMMIT,
+        is_note=True,
+        absent=MISSING,
+    ),
     _Comparison(read=lambda facts: facts.data, hint="the same data on every node", changes_training=True),
     _Comparison(
         read=lambda facts: facts.variables, hint="the same value on every node, or none", changes_training=True
@@ -83,12 +98,15 @@ _COMPARISONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
-    """A problem of one machine. Problems of one `kind` with the same hint are one finding, in the worst one's words."""
+    """A problem of one machine. Problems of one `kind` with the same words and the same hint are one finding.
+
+    If the words contain an amount, whose `badness` says how bad it is, they are those of the worst machine.
+    """
 
     kind: str
     what: str
     hint: str
-    badness: float = 0.0
+    badness: float | None = None
     is_note: bool = False
     prevents_training: bool = False
 
@@ -98,23 +116,27 @@ def judge_facts(facts: Facts, *, skews: Mapping[int, float] | None = None) -> li
 
     `skews` has the seconds by which each node's clock is ahead of the head's.
     """
-    found = [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
+    with_verbs = {node: machine for node, machine in facts.items() if machine.verb}
+    found = _differences(with_verbs, _VERBS)  # then everything else differs, too
+    found = found or [finding for comparison in _COMPARISONS for finding in _differences(facts, comparison)]
     ahead = {node: (skews or {}).get(node, 0.0) for node in facts}
     usual = median_low(ahead.values())
     hosts = distinct_hosts(
         {node: machine.host for node, machine in facts.items()},
         {node: machine.address for node, machine in facts.items()},
     )
-    groups: dict[tuple[str, str], dict[int, _Problem]] = {}  # by kind and hint; notes by kind alone
+    groups: dict[tuple[str, str, str], dict[int, _Problem]] = {}  # by kind, words and hint
     for node, machine in facts.items():
         for problem in _problems_of_machine(machine, skew=ahead[node] - usual, is_alone=len(facts) == 1):
-            groups.setdefault((problem.kind, "" if problem.is_note else problem.hint), {})[node] = problem
-    for (kind, _), problems in groups.items():
+            words = problem.what if problem.badness is None else ""
+            groups.setdefault((problem.kind, words, "" if problem.is_note else problem.hint), {})[node] = problem
+    for (kind, _, _), problems in groups.items():
         nodes = list(problems)
         name = "this machine" if len(facts) == 1 else format_nodes(nodes)
         host = f" ({hosts[nodes[0]]})" if len(nodes) == 1 else ""
-        worst = max(problems.values(), key=lambda problem: problem.badness)
-        what = f"{name}{host}: {worst.what}"
+        worst = max(problems.values(), key=lambda problem: problem.badness or 0.0)
+        at_worst = "at worst, " if len({problem.what for problem in problems.values()}) > 1 else ""
+        what = f"{name}{host}: {at_worst}{worst.what}"
         code = int(ExitCode.MACHINE) if worst.prevents_training else 0
         found.append(
             Finding(
@@ -146,12 +168,12 @@ def _differences(facts: Facts, comparison: _Comparison) -> list[Finding]:
         values = {node: own for node, own in values.items() if own}
     names_by_nodes: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for own in values.values() for name in own):
-        by_node = {node: own.get(name, _UNSET) for node, own in values.items()}
+        by_node = {node: own.get(name, comparison.absent) for node, own in values.items()}
         if len(set(by_node.values())) > 1:
             names_by_nodes.setdefault(_minority(by_node), []).append(name)
     return [
         Finding(
-            what=_difference_text(names, values),
+            what=_difference_text(names, values, absent=comparison.absent),
             hint=comparison.hint,
             nodes=nodes if comparison.is_of_machine else (),
             is_note=comparison.is_note,
@@ -167,10 +189,10 @@ def _minority(by_node: Mapping[int, Any]) -> tuple[int, ...]:
     return tuple(node for node, own in by_node.items() if own != value) if 2 * count > len(by_node) else ()
 
 
-def _difference_text(names: Sequence[str], values: Mapping[int, Mapping[str, Any]]) -> str:
+def _difference_text(names: Sequence[str], values: Mapping[int, Mapping[str, Any]], *, absent: str) -> str:
     nodes_by_value: dict[Any, list[int]] = {}
     for node, own in values.items():
-        nodes_by_value.setdefault(own.get(names[0], _UNSET), []).append(node)
+        nodes_by_value.setdefault(own.get(names[0], absent), []).append(node)
     parts = [f"{value} on {format_nodes(nodes)}" for value, nodes in nodes_by_value.items()]
     others = f"; so {'do' if len(names) > 2 else 'does'} {first_names(names[1:], max_names=_MAX_NAMES)}"
     return f"{names[0]} differs: {', '.join(parts)}{others if len(names) > 1 else ''}"
@@ -185,7 +207,7 @@ def _problems_of_machine(facts: MachineFacts, *, skew: float, is_alone: bool) ->
             what = f"{variable}={value}, but {problem}"
             problems.append(_Problem(kind=variable, what=what, hint=hint, prevents_training=True))
     if abs(skew) > _MAX_SKEW_SECONDS:
-        what = f"the clock is {skew:+.1f} s off that of the other nodes; torchrun compares clocks to find dead nodes"
+        what = f"the clock is {skew:+.1f} s off that of the other nodes, so times in their logs can't be compared"
         hint = "chronyc makestep (in a container: on the machine below it)"
         problems.append(_Problem(kind="clock", what=what, hint=hint, badness=abs(skew)))
     return [*problems, *_problems_of_files(facts), *_problems_of_resources(facts)]

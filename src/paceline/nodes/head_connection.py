@@ -1,6 +1,7 @@
 """The way of a node to the head of a run: it connects, introduces itself, and waits for a place."""
 
 import math
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import msgspec
 
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.nodes.line_channel import LineChannel
-from paceline.nodes.network_interfaces import resolve_host
+from paceline.nodes.network_interfaces import is_own_address, resolve_host
 from paceline.nodes.node_meeting import (
     FIRST_REPORT_SECONDS,
     HELLO_SECONDS,
@@ -93,7 +94,7 @@ def _connect(
     while True:
         try:
             connection = socket.create_connection((place.head_host, place.port), timeout=_CONNECT_SECONDS)
-            return LineChannel(connection)
+            return LineChannel(connection, key=secrets.token_hex(8))
         except (OSError, UnicodeError) as error:
             now, is_unknown = time.monotonic(), isinstance(error, socket.gaierror | UnicodeError)
             if is_unknown and unknown_since is None:
@@ -113,7 +114,13 @@ def _connect(
 def _introduce(channel: LineChannel, place: NodePlace, *, problem: str, seconds: float) -> Any:
     """Return the head's answer to the first message of this node, or the text of an error."""
     hello = Hello(
-        protocol=PROTOCOL, num_nodes=place.num_nodes, node=place.node, host=socket.gethostname(), problem=problem
+        protocol=PROTOCOL,
+        num_nodes=place.num_nodes,
+        node=place.node,
+        host=socket.gethostname(),
+        problem=problem,
+        counts=place.counts,
+        key=channel.key,
     )
     try:
         return channel.ask(msgspec.to_builtins(hello), timeout_seconds=seconds)
@@ -149,9 +156,18 @@ def _unknown_host(place: NodePlace) -> MachineError:
 def _unreachable_head(place: NodePlace, error: Exception) -> MachineError:
     address = resolve_host(place.head_host)
     known_as = f" ({address})" if address and address != place.head_host else ""
-    return MachineError(
+    what = (
         f"the head {place.head_host}{known_as}, port {place.port}, can't be reached: "
-        f"{getattr(error, 'strerror', None) or error}.",
+        f"{getattr(error, 'strerror', None) or error}"
+    )
+    if place.node and not place.is_played and address and is_own_address(address):
+        return MachineError(
+            f"{what}; this machine is {place.head_host} itself, the host of node 0.",
+            cause=f"the command with --node 0 does not run here, and this one has --node {place.node}",
+            hint="--node 0, or no --node, in the command on this machine",
+        )
+    return MachineError(
+        f"{what}.",
         cause="the command is not running there, it has ended, or a firewall is in between",
         hint=f"nc -vz {place.head_host} {place.port}",
     )

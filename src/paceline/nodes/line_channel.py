@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+SIGN = "sign"
+"""The message that a node is alive, on a connection of its own, and the answer to it."""
 _MAX_BYTES = 4 << 20
 _PAUSE_SECONDS = 0.1
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that vanishes is noticed after 30 s
@@ -19,10 +21,15 @@ class ChannelError(ConnectionError):
 
 
 class LineChannel:
-    """A channel over a connected socket. Nothing is pickled, and a line has at most 4 MiB."""
+    """A channel over a connected socket. Nothing is pickled, and a line has at most 4 MiB.
 
-    def __init__(self, connection: socket.socket) -> None:
+    `key` is the name under which the other end knows this one, if that end accepts further connections.
+    """
+
+    def __init__(self, connection: socket.socket, *, key: str = "") -> None:
         self._connection = connection
+        self.key = key
+        self._has_sign = False
         self._received = b""
         address = connection.getsockname()
         self.own_address = str(address[0]) if address else ""
@@ -111,6 +118,30 @@ class LineChannel:
         self._connection.settimeout(timeout_seconds)
         self.send(request)
         return self.receive(timeout_seconds=timeout_seconds)
+
+    def send_sign(self, *, timeout_seconds: float) -> bool:
+        """Tell the other end, over a new connection, that this one is alive. Return whether it answers.
+
+        After a cut of the network, a new connection works at once, while TCP repeats what it lost on the old one only
+        after a pause as long as the cut.
+        """
+        try:
+            address = self._connection.getpeername()
+            with socket.create_connection(address, timeout=timeout_seconds) as connection:
+                channel = LineChannel(connection)
+                sign = {"do": SIGN, "key": self.key}
+                return bool(channel.ask(sign, timeout_seconds=timeout_seconds) == {"do": SIGN})
+        except (OSError, ValueError):
+            return False
+
+    def note_sign(self) -> None:
+        """Note that the other end is alive, although this connection does not show it."""
+        self._has_sign = True
+
+    def take_sign(self) -> bool:
+        """Return whether a sign was noted since the last call."""
+        has_sign, self._has_sign = self._has_sign, False
+        return has_sign
 
     def close(self) -> None:
         """Close the connection. Another thread that waits for a message then gets an error."""

@@ -1,5 +1,6 @@
 """The facts of a machine before a training, by which the machines of a run are compared."""
 
+import ast
 import importlib.metadata
 import os
 import platform
@@ -7,8 +8,9 @@ import resource
 import shutil
 import socket
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -36,6 +38,8 @@ _GPU_FOLDER = Path("/proc/driver/nvidia")
 _MAX_CODE_FILES = 200
 UNKNOWN = -1
 MISSING, UNREADABLE = "missing", "can't be read"
+RUN_FOLDER_OPTION = "run folder"
+"""The name of the run folder among the options of a command."""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +56,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """The version of each installed package."""
     code: dict[str, str]
-    """A digest of each Python file that the user named, the job first."""
+    """A digest of each Python file that the user named, the job first, and of those beside it."""
     data: dict[str, str]
     """A digest of the names and sizes of the files in each data folder."""
     command: dict[str, str]
@@ -71,6 +75,10 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Free space where the run folder is."""
     open_files: int
     """The number of files that a process may open."""
+    imported: dict[str, str] = {}
+    """A digest of each Python file in the job's folder that the job imports, by its path there."""
+    verb: str = ""
+    """The command that was typed, such as "paceline train"."""
 
     @property
     def interface(self) -> str:
@@ -90,8 +98,12 @@ def read_machine_facts(
     code: Mapping[str, Path],
     data: Mapping[str, Path],
     command: Mapping[str, str] | None = None,
+    verb: str = "",
 ) -> MachineFacts:
-    """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them."""
+    """Return the facts of this machine. `code` and `data` have paths by the names that all nodes have for them.
+
+    The first file of `code` is the job.
+    """
     host = socket.gethostname()
     host_address = resolve_host(host)
     return MachineFacts(
@@ -103,6 +115,8 @@ def read_machine_facts(
         python=platform.python_version(),
         packages=_package_versions(),
         code={name: _file_digest(path) for name, path in code.items()},
+        imported={name: _file_digest(path) for path in list(code.values())[:1] for name, path in imported_files(path)},
+        verb=verb,
         data={name: _folder_digest(path) for name, path in data.items()},
         command=dict(command or {}),
         variables={name: os.environ[name] for name in COMPARED_VARIABLES if name in os.environ},
@@ -124,6 +138,47 @@ def code_files(job: str | None) -> dict[str, Path]:
         return {}
     others = [file for file in sorted(path.parent.glob("*.py"))[:_MAX_CODE_FILES] if file.is_file()]
     return {file.name: file for file in [path, *others]}
+
+
+def imported_files(job: Path) -> list[tuple[str, Path]]:
+    """Return the files in the folder of a job that it imports, or that these import, with their paths in the folder.
+
+    The files are only read. What they import by other means than an `import` statement is left out.
+    """
+    folder, found, remaining = job.parent, dict[str, Path](), [job]
+    while remaining and len(found) < _MAX_CODE_FILES:
+        for module in _imported_modules(remaining.pop(), folder):
+            for name in _files_of_module(module):
+                file = folder / name
+                if name not in found and file != job and file.is_file():
+                    found[name] = file
+                    remaining.append(file)
+    return sorted(found.items())
+
+
+def _imported_modules(path: Path, folder: Path) -> list[tuple[str, ...]]:
+    """Return the names of the modules that a file may import, in parts; none if it is not Python."""
+    try:
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    modules: list[tuple[str, ...]] = []
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Import):
+            modules += [tuple(alias.name.split(".")) for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            own = path.parent.relative_to(folder).parts if statement.level else ()
+            package = (*own[: len(own) + 1 - statement.level], *(statement.module or "").split("."))
+            base = tuple(part for part in package if part)
+            modules += [(*base, alias.name) for alias in statement.names]  # a name in it, or a module
+    return modules
+
+
+def _files_of_module(module: Sequence[str]) -> list[str]:
+    """Return the files that Python may read for a module and the packages around it, relative to the folder."""
+    prefixes = ["/".join(module[:length]) for length in range(1, len(module) + 1)]
+    return [name for prefix in prefixes for name in (f"{prefix}.py", f"{prefix}/__init__.py")]
 
 
 def _package_versions() -> dict[str, str]:

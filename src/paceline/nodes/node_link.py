@@ -1,4 +1,4 @@
-"""A link to another node while a run lasts: its messages, and how long nothing has come from it."""
+"""A link to another node while a run lasts: its messages, how long nothing has come from it, and what that means."""
 
 import threading
 import time
@@ -13,6 +13,9 @@ _BEAT = {"do": "beat"}
 _END = object()
 _BEAT_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
 _POLL_SECONDS = 0.2
+_STALL_SECONDS = 2.0  # without a beat: then signs on new connections
+_SIGN_SECONDS = 1.0  # for one of them
+_WARNING_SECONDS, _PRESENT_SECONDS = 10.0, 1.0
 _MAX_GAP_SECONDS = 2.0  # a longer time between two looks at the network is a pause of this process
 
 
@@ -20,6 +23,10 @@ class NodeLink:
     """A link over a channel. One thread receives messages, and another one sends them, or a beat every second.
 
     Whoever sends a message does not wait: on a network that has become silent, a send may never end.
+
+    After a cut of the network, TCP waits about as long again before it repeats what was lost. Therefore, the end that
+    opened the connection also tries new ones while no beat comes, and for as long again: what answers there is alive,
+    and hears that this end is. So a node is silent for about as long as the network is, on both ends.
 
     The network is trusted, as it is by gloo and NCCL: whoever has the channel may send any message.
     """
@@ -30,11 +37,14 @@ class NodeLink:
         self.channel = channel
         self._messages: SimpleQueue[Any] = SimpleQueue()
         self._silence_seconds = 0.0
+        self._stall_seconds = 0.0  # without a message on this connection
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._receive, name="paceline-node", daemon=True).start()
         self._sender = threading.Thread(target=self._send_messages, name="paceline-beat", daemon=True)
         self._sender.start()
+        if channel.key:
+            threading.Thread(target=self._send_signs, name="paceline-sign", daemon=True).start()
 
     @property
     def silence_seconds(self) -> float:
@@ -72,7 +82,9 @@ class NodeLink:
                 messages = self.channel.receive_available(seconds=_POLL_SECONDS)
                 now = time.monotonic()
                 gap_seconds, last_look = min(now - last_look, _MAX_GAP_SECONDS), now
-                self._silence_seconds = 0.0 if messages else self._silence_seconds + gap_seconds
+                self._stall_seconds = 0.0 if messages else self._stall_seconds + gap_seconds
+                is_alive = self.channel.take_sign() or bool(messages)
+                self._silence_seconds = 0.0 if is_alive else self._silence_seconds + gap_seconds
                 for message in messages:
                     if message != _BEAT:
                         self._messages.put(message)
@@ -88,3 +100,39 @@ class NodeLink:
                 return
             with suppress(OSError):
                 self.channel.send(message)
+
+    def _send_signs(self) -> None:
+        """Send signs while the connection is stalled, and then for twice that time: the other end hears TCP later."""
+        end_time = 0.0
+        while not self._closed.wait(_BEAT_SECONDS) and not self.loss:
+            now = time.monotonic()
+            if self._stall_seconds > _STALL_SECONDS:
+                end_time = max(end_time, now + 2 * self._stall_seconds)
+            if now < end_time and self.channel.send_sign(timeout_seconds=_SIGN_SECONDS):
+                self.channel.note_sign()
+
+
+class SilenceWatch:
+    """The judgement of how long nothing has come from a node, which is the same on both ends of its link."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self.is_silent = False
+        """Whether the screen says that the node is silent."""
+
+    def is_gone(self, seconds: float) -> bool:
+        """Return whether a node from which nothing has come for `seconds` is lost."""
+        return seconds > self._patience
+
+    def news(self, name: str, seconds: float) -> str:
+        """Return a line that says that the node is silent, or is there again; "" if nothing is new."""
+        if seconds > min(_WARNING_SECONDS, self._patience / 2):
+            if self.is_silent:
+                return ""
+            self.is_silent = True
+            text = f"nothing for {seconds:.0f} s; it counts as gone after {self._patience:.0f} s (nodes.patience)"
+            return f"{name}: {text}"
+        if self.is_silent and seconds < _PRESENT_SECONDS:
+            self.is_silent = False
+            return f"{name} is there again"
+        return ""

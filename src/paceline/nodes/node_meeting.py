@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ import msgspec
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, UsageError
 from paceline.nodes.finding import Finding, format_nodes
-from paceline.nodes.line_channel import LineChannel, accept_connection, close_listener
+from paceline.nodes.line_channel import SIGN, LineChannel, accept_connection, close_listener
 from paceline.nodes.network_interfaces import ipv6_address, is_own_address, resolve_host
 from paceline.nodes.node_place import NodePlace
 
@@ -43,6 +43,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     problem: str = ""
     """Why the node can't take part, such as a missing file; then the head ends all nodes."""
+    counts: str = ""
+    """The numbers of nodes as they were typed, such as 2:4."""
+    key: str = ""
+    """The name under which the node connects again to say that it is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +106,13 @@ def _refuse_ipv6_only(place: NodePlace) -> None:
 
 
 class Reception:
-    """The head's reception: a thread welcomes the nodes, each in a thread of its own, until `close`."""
+    """The head's reception: a thread welcomes the nodes, each in a thread of its own, until `close`.
 
-    def __init__(self, listener: socket.socket, place: NodePlace) -> None:
+    A node with another number of nodes, or a wrong number of its own, ends with `misfit_code`.
+    """
+
+    def __init__(self, listener: socket.socket, place: NodePlace, *, misfit_code: int = _REFUSED) -> None:
+        self._misfit_code = misfit_code
         self._listener = listener
         self.place = place
         self._arrivals: list[Arrival] = []
@@ -252,6 +260,9 @@ class Reception:
         channel = LineChannel(connection)
         try:
             message = channel.receive(timeout_seconds=HELLO_SECONDS)
+            if isinstance(message, dict) and message.get("do") == SIGN:
+                self._answer_sign(message, channel)
+                return
             with self._changed:
                 self._seat(message, channel)
                 self._changed.notify()
@@ -259,6 +270,20 @@ class Reception:
             channel.close()
         finally:
             self._free_threads.release()
+
+    def _answer_sign(self, message: Mapping[str, Any], channel: LineChannel) -> None:
+        """Note that a node is alive whose own connection is stalled. Nobody else gets an answer.
+
+        Raises:
+            OSError: the node has gone.
+        """
+        with self._changed:
+            owners = [arrival for arrival in self._arrivals if arrival.hello.key == message.get("key") != ""]
+            for arrival in owners:
+                arrival.channel.note_sign()
+        if owners:
+            channel.send({"do": SIGN})
+        channel.close()
 
     def _seat(self, message: Any, channel: LineChannel) -> None:
         """Add a node that has come, or end it if that is not possible.
@@ -287,7 +312,8 @@ class Reception:
             text = "all nodes are here already"
             end_member(channel, node=None, exit_code=_NO_MEETING, text=text, is_full=True)
         elif hello.num_nodes != last + 1:
-            what = f"expects {hello.num_nodes} nodes, and the head {last + 1}"
+            counts = hello.counts.replace(":", " to ") or hello.num_nodes
+            what = f"expects {counts} nodes, and the head {self.place.counts.replace(':', ' to ')}"
             self._refuse(channel, hello.host, what, hint="the same --nodes on every node")
         elif hello.node is not None and not 0 <= hello.node <= last:
             what = f"says that it is node {hello.node}, and there are nodes 0 to {last}"
@@ -312,8 +338,8 @@ class Reception:
             self._remove(arrival)
 
     def _refuse(self, channel: LineChannel, host: str, problem: str, *, hint: str) -> None:
-        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=_NO_MEETING)
-        end_member(channel, node=None, exit_code=_NO_MEETING, text=f"{host} {problem}")
+        self._refusals[host] = Finding(what=f"{host} {problem}", hint=hint, refusal_code=self._misfit_code)
+        end_member(channel, node=None, exit_code=self._misfit_code, text=f"{host} {problem}")
 
     def _number_seats(self) -> dict[int, Arrival]:
         """Return the nodes by their number. Those without one get the free numbers in the order of arrival."""

@@ -149,12 +149,25 @@ def _sort_key(path: Path) -> tuple[int, str, str]:
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
-    """Return the newest run of a job that has begun a save; if none has, the newest run that reached training."""
+    """Return the newest run of a job that has begun a save; if none has, the newest run that reached training.
+
+    A run in `root` itself, which `--run-dir` named, is one of the job if its task says so.
+    """
     saved = [path for path in (root / name).glob("*") if has_saves(RunFolder(path).checkpoints)]
+    named = [path for path in root.glob("*") if has_saves(RunFolder(path).checkpoints)]
+    saved += [path for path in named if _job_of(RunFolder(path)) == name]
     if saved:
         return RunFolder(max(saved, key=_sort_key))
     newest = newest_run(name, root=root, only_trained=True)
     return newest if newest is not None and newest.task.exists() else None
+
+
+def _job_of(run: RunFolder) -> str:
+    """Return the short name of the job that a run trains; empty if the run does not say it."""
+    try:
+        return read_task(run).short_job
+    except UsageError:
+        return ""
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:

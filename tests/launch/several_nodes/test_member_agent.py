@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,3 +86,23 @@ def test_whoever_was_given_up_by_the_head_may_come_again(head: Head) -> None:
     head.channel.send({"do": "end", "node": 1, "exit_code": 75, "text": "given up", "may_return": True})
     end = head.agent.run()
     assert (end.exit_code, end.is_head_lost) == (75, True)
+
+
+def test_a_head_that_was_silent_and_is_there_again_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    head = Head(patience=6.0)
+
+    def come_back() -> None:
+        time.sleep(4.0)
+        for _ in range(10):
+            head.channel.send({"do": "beat"})
+            time.sleep(0.05)
+        head.channel.send({"do": "end", "node": 1, "exit_code": 0, "text": "done"})
+
+    threading.Thread(target=come_back, daemon=True).start()
+    assert head.agent.run().text == "done"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "node 0 (host0): nothing for 3 s; it counts as gone after 6 s (nodes.patience)",
+        "node 0 (host0) is there again",
+    ]
+    head.channel.close()

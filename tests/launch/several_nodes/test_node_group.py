@@ -225,6 +225,18 @@ def test_a_node_whose_agent_ends_is_lost_and_the_run_can_be_started_again(nodes:
     assert result.failure.summary == expected
 
 
+def test_the_last_step_is_that_of_the_attempt_before_if_no_rank_has_begun_a_step(nodes: Nodes3, tmp_path: Path) -> None:
+    nodes.group.start_attempt(RunFolder(tmp_path), 1, REQUEST, exact=False)
+    for node in (1, 2):
+        nodes.say(node, code=1, step=33)
+    finish(nodes)
+    nodes.group.start_attempt(RunFolder(tmp_path), 2, REQUEST, exact=False)
+    nodes.channels[1].close()
+    nodes.channels[2].close()
+    result = finish(nodes, PartResult(exit_code=1, failure=None, progress=AttemptProgress()))
+    assert result.failure is not None and result.failure.message.endswith("; last step 33"), result.failure.message
+
+
 class NodesOfOneName(Nodes3):
     """Members whose machines have the same host name."""
 

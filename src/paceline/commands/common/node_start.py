@@ -33,13 +33,13 @@ from paceline.launch.several_nodes.stopped_wait import StoppedWaitError, stop_en
 from paceline.nodes.examination import END, answer_head
 from paceline.nodes.head_connection import UNKNOWN_HOST_SECONDS, RunOverError, join_head
 from paceline.nodes.line_channel import LineChannel
-from paceline.nodes.machine_facts import MachineFacts, code_files, read_machine_facts
+from paceline.nodes.machine_facts import RUN_FOLDER_OPTION, MachineFacts, code_files, read_machine_facts
 from paceline.nodes.network_interfaces import interface_address
 from paceline.nodes.node_link import NodeLink
 from paceline.nodes.node_meeting import Reception, listen_as_head
 from paceline.nodes.node_place import DEFAULT_PORT, NodePlace, has_late_names, node_place
 from paceline.nodes.rank_hints import hint_for_nodes
-from paceline.run_folder.run_folder import ROOT
+from paceline.run_folder.run_folder import ROOT, find_run
 
 _JOIN_SECONDS = 10.0  # for a node that only says why it can't take part
 _TURN_AWAY_SECONDS = 3.0
@@ -82,11 +82,19 @@ def tell_head(place: NodePlace, error: PacelineError) -> None:
 class NodeStart:
     """The start on this node. `task` has the options and settings that all nodes should have in common.
 
-    `node_counts` has the numbers of nodes that fit the layout, the largest first. `resume_command` is for the screen of
-    a node whose head does not come back.
+    `node_counts` has the numbers of nodes that fit the layout, the largest first. `resume` is the run to resume, as for
+    `choose_run`. `resume_command` is for the screen of a node whose head does not come back.
     """
 
-    def __init__(self, place: NodePlace, task: Task, *, node_counts: tuple[int, ...], resume_command: str = "") -> None:
+    def __init__(
+        self,
+        place: NodePlace,
+        task: Task,
+        *,
+        node_counts: tuple[int, ...],
+        resume: str | None = None,
+        resume_command: str = "",
+    ) -> None:
         self._counts = place.counts  # as typed
         least = node_counts[-1] if place.is_elastic else place.least_nodes
         self._place = replace(place, least_nodes=least)
@@ -97,7 +105,8 @@ class NodeStart:
         self._ranks_per_node = task.ranks // place.num_nodes
         default_restarts = _ELASTIC_RESTARTS if place.is_elastic else 0
         self._max_restarts = default_restarts if self.settings.restarts is None else self.settings.restarts
-        self._run_folder = Path(task.run) if task.run else ROOT
+        self._run_options = _run_options(task, resume)
+        self._run_folder = Path(self._run_options.get(RUN_FOLDER_OPTION, ROOT))
         self._listener: socket.socket | None = None
 
     def check_interface(self) -> None:
@@ -249,6 +258,7 @@ class NodeStart:
             code=code_files(self._task.job),
             data={},
             command=self._command(),
+            verb="paceline train",
         )
 
     def _command(self) -> dict[str, str]:
@@ -256,7 +266,7 @@ class NodeStart:
         task = self._task
         options = {
             "job": task.job, "layout": task.layout, "update": task.update, "compress": task.compress,
-            "device": task.device, "ranks per node": str(self._ranks_per_node), "run folder": task.run,
+            "device": task.device, "ranks per node": str(self._ranks_per_node), **self._run_options,
             "nodes": self._counts,
         }  # fmt: skip
         settings = {
@@ -265,3 +275,23 @@ class NodeStart:
             if name not in _OWN_SETTINGS
         }
         return {**options, **settings}
+
+
+def _run_options(task: Task, resume: str | None) -> dict[str, str]:
+    """Return the options that choose the run: its folder, if they name it, and what else is resumed.
+
+    `--resume RUN` is the same as `--run-dir RUN`, unless a checkpoint is named.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+    """
+    named = {RUN_FOLDER_OPTION: task.run} if task.run else {}
+    if resume is None:
+        return named
+    if resume and "://" not in resume:
+        origin, checkpoint = find_run(resume)
+        is_same = not task.run or Path(task.run).resolve() == origin.path.resolve()
+        if is_same:
+            named = {RUN_FOLDER_OPTION: task.run or str(origin.path)}
+            return named if checkpoint is None else {**named, "resume": checkpoint.name}
+    return {**named, "resume": resume or "the newest run"}

@@ -20,6 +20,10 @@ class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = -1
     """The setting `survive.restarts`, which the job may have set; -1 if no rank got that far."""
 
+    def last_step(self, *, before: int = 0) -> int:
+        """Return the last step of the run: that `before` this attempt if no rank has restored its state yet."""
+        return max(self.step, self.start_step) if self.step or self.start_step >= 0 else before
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:

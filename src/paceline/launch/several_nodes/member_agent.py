@@ -24,7 +24,6 @@ from paceline.launch.several_nodes.attempt_part import AttemptPart
 from paceline.launch.several_nodes.attempt_progress import AttemptProgress, read_progress
 from paceline.launch.several_nodes.broken_links import BrokenLink, find_broken_links
 from paceline.launch.several_nodes.member_losses import HEAD_GIVEN_UP, lost_node_failure
-from paceline.launch.several_nodes.node_group import SILENCE_WARNING_SECONDS
 from paceline.launch.several_nodes.node_memory import NodeMemory
 from paceline.launch.several_nodes.node_messages import (
     EndNode,
@@ -39,7 +38,7 @@ from paceline.launch.several_nodes.node_messages import (
 from paceline.launch.several_nodes.node_stays import describe_ranks
 from paceline.launch.several_nodes.position_report import PositionReport
 from paceline.nodes.network_interfaces import interface_address
-from paceline.nodes.node_link import NodeLink
+from paceline.nodes.node_link import NodeLink, SilenceWatch
 from paceline.run_folder.run_folder import RunFolder
 
 _POLL_SECONDS = 0.02
@@ -74,11 +73,12 @@ class MemberAgent:
         self._stop_requests = StopRequests()
         self._forkserver: ForkserverClient | None = None
         self._end: MemberEnd | None = None
-        self._is_silence_reported = False
+        self._silence = SilenceWatch(settings.patience)
         self._idle_since = time.monotonic()  # the end of the last attempt
         self._may_leave = may_leave
         self._has_said_that_it_leaves = False
         self._memory = NodeMemory()
+        self._last_step = 0  # of earlier attempts
 
     def run(self) -> MemberEnd:
         """Run the parts of attempts that the head starts, until it ends this node or is gone."""
@@ -140,14 +140,16 @@ class MemberAgent:
 
     def _watch_head(self) -> None:
         """End this node if the head is gone, and say so if it is silent."""
-        seconds, patience = self._link.silence_seconds, self._settings.patience
+        seconds = self._link.silence_seconds
         reason = ""
         if self._link.loss:
             reason = "its agent has ended, or the connection to it was lost"
-        elif seconds > patience:
+        elif self._silence.is_gone(seconds):
             reason = f"nothing for {seconds:.0f} s"
             farewell = f"{HEAD_GIVEN_UP}, from which nothing came for {seconds:.0f} s"
             self._link.send(as_message(NodeLeft(reason=farewell)))
+        elif line := self._silence.news(f"node 0 ({self._head})", seconds):
+            print_line(line, sys.stderr)
         if reason and self._end is None:
             text = f"node 0 ({self._head}) is gone: {reason}"
             self._end = MemberEnd(
@@ -156,11 +158,6 @@ class MemberAgent:
                 text=text,
                 is_head_lost=not self._stop_requests.count,
             )
-        is_silent = seconds > min(SILENCE_WARNING_SECONDS, patience / 2)
-        if is_silent and not self._is_silence_reported and not reason:
-            text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
-            print_line(f"node 0 ({self._head}): {text}", sys.stderr)
-        self._is_silence_reported = is_silent
 
     def _run_part(self, start: StartPart) -> None:
         """Run this node's part of an attempt, and send the head how it ended."""
@@ -171,6 +168,7 @@ class MemberAgent:
             failure = failure_from_exception(error, rank=ranks.start)
             code, progress = failure.exit_code, AttemptProgress()
         self._idle_since = time.monotonic()
+        self._last_step = progress.last_step(before=self._last_step)
         ended = part_ended(
             start.attempt,
             exit_code=code,
@@ -226,7 +224,8 @@ class MemberAgent:
         path = folder / FIRST_FAILURE
         if self._end is None or not self._end.is_head_lost or path.exists():
             return
-        name, step = describe_ranks(range(self._ranks_per_node)), read_progress(folder, ranks).step
+        name = describe_ranks(range(self._ranks_per_node))
+        step = read_progress(folder, ranks).last_step(before=self._last_step)
         reason = self._end.text.partition(" is gone: ")[2] or self._end.text
         message = f"node 0 ({self._head}, {name}) is gone: {reason}; last step {step}"
         failure = replace(lost_node_failure(message, rank=0, host=self._head, silent_seconds=0.0), step=step)

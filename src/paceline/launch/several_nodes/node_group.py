@@ -39,10 +39,9 @@ from paceline.launch.several_nodes.peer_checkpoint_search import PeerCheckpointS
 from paceline.launch.several_nodes.worker_nodes import WorkerNodes
 from paceline.nodes.finding import format_nodes
 from paceline.nodes.line_channel import LineChannel
-from paceline.nodes.node_link import NodeLink
+from paceline.nodes.node_link import NodeLink, SilenceWatch
 from paceline.run_folder.run_folder import RunFolder
 
-SILENCE_WARNING_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _FIRST_REPORT_SECONDS, _MAX_REPORT_SECONDS = 5.0, 60.0
 _POSITIONS_SECONDS = 1.5  # a member with a silent rank says four times a second what its ranks do
@@ -108,7 +107,7 @@ class NodeGroup:
         self._losses = MemberLosses(patience=settings.patience, names=self._names)
         self._stays = NodeStays()
         self._start: StartPart | None = None  # of the current attempt, as node 0 would get it
-        self._attempt = 0
+        self._attempt, self._last_step = 0, 0
         self._folder: Path | None = None  # of the current attempt
         self._reservation: socket.socket | None = None  # of the port on which rank 0 listens
         self._results: dict[int, PartResult] = {}  # of the current attempt
@@ -117,7 +116,7 @@ class NodeGroup:
         self._lost: list[int] = []  # nodes in whose places others may come before the next attempt
         self._has_unfinished_loss = False  # whether a node was lost before it ended its part of this attempt
         self._farewells: dict[int, str] = {}  # why nodes left, by their own words
-        self._silent: set[int] = set()  # nodes of whose silence the screen says something
+        self._silences: dict[int, SilenceWatch] = {}
         self._active = self._choose_nodes()  # the nodes of the current attempt, the head first
 
     @property
@@ -320,7 +319,9 @@ class NodeGroup:
 
     def _running_nodes_are_well(self) -> bool:
         """Return whether no node of the attempt has ended its part, or is silent."""
-        return not self._results and not self._silent.intersection(self._active)
+        return not self._results and not any(
+            watch.is_silent for node, watch in self._silences.items() if node in self._active
+        )
 
     def _report_size(self, chosen: Sequence[int]) -> None:
         """Say on how many nodes the run continues, if that changes."""
@@ -377,22 +378,17 @@ class NodeGroup:
 
     def _watch_silence(self, node: int, member: Member) -> None:
         """Say that a node is silent, or count it as lost."""
-        seconds, patience = member.link.silence_seconds, self.settings.patience
+        seconds = member.link.silence_seconds
+        watch = self._silences.setdefault(node, SilenceWatch(self.settings.patience))
         if member.link.loss:
             self._lose(node, self._farewells.pop(node, "its agent has ended, or the connection to it was lost"))
-        elif seconds > patience:
+        elif watch.is_gone(seconds):
             text = f"node 0 has given this node up: nothing came from it for {seconds:.0f} s"
             end = EndNode(node=node, exit_code=int(ExitCode.STOPPED), text=text, may_return=True)
             member.link.send(as_message(end))
             self._lose(node, f"nothing for {seconds:.0f} s")
-        elif seconds > min(SILENCE_WARNING_SECONDS, patience / 2):
-            if node not in self._silent:
-                text = f"nothing for {seconds:.0f} s; it counts as gone after {patience:.0f} s (nodes.patience)"
-                print_line(f"{self._describe(node)}: {text}", sys.stderr)
-            self._silent.add(node)
-        elif node in self._silent and seconds < 1.0:
-            self._silent.discard(node)
-            print_line(f"{self._describe(node)} is there again", sys.stderr)
+        elif line := watch.news(self._describe(node), seconds):
+            print_line(line, sys.stderr)
 
     def _lose(self, node: int, reason: str) -> None:
         """Count a node as lost, which is a failure of the attempt unless the node had ended its part."""
@@ -403,7 +399,7 @@ class NodeGroup:
         member.link.close()
         self._admission.vacate(member.link.channel)
         self._stays.leave(node, reason)
-        self._silent.discard(node)
+        self._silences.pop(node, None)
         self._farewells.pop(node, None)
         if node in self._active and node not in self._leaving:
             self._lost.append(node)
@@ -440,10 +436,11 @@ class NodeGroup:
         parts = [own, *(result for node, result in self._results.items() if self._workers.counts(node))]
         failures = [own_failure, *(part.failure for part in parts[1:])]
         progress = join_progress(part.progress for part in parts)
+        self._last_step = progress.last_step(before=self._last_step)
         first = first_failure([failure for failure in failures if failure is not None])
         if first is not None and first.kind == LOST_NODE:
             first = self._losses.explain(first, failures, head=self._describe(0), is_alone=not self._members)
-            first = replace(first, step=progress.step, message=f"{first.message}; last step {progress.step}")
+            first = replace(first, step=progress.step, message=f"{first.message}; last step {self._last_step}")
         elif first is not None:
             first = self._broken_links.name_in(first, members=self._members, describe=self._describe)
         code = exit_code({number: part.exit_code for number, part in enumerate(parts)}, first)

@@ -124,7 +124,7 @@ class WorkerNodes:
 
     def _servers_step(self) -> int:
         """Return the last step that the servers on node 0 have finished."""
-        return read_progress(self._folder, range(min(self._servers, self._ranks_per_node))).step
+        return read_progress(self._folder, range(min(self._servers, self._ranks_per_node))).last_step()
 
     def _num_workers_of(self, node: int) -> int:
         first = node * self._ranks_per_node

@@ -97,7 +97,7 @@ class LogTail:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         texts = [text for line in lines if not _LIBRARY_DIAGNOSTICS.match(text := line.decode(errors="replace"))]
         if TRACEBACK_MARKER in texts or self._is_silenced:
-            texts = [] if self._is_silenced else texts[: texts.index(TRACEBACK_MARKER)]
+            texts = [] if self._is_silenced else _before_traceback(texts)
             self._is_silenced, self._partial_line = True, b""
         return [text for text in texts if not self._is_part_of_crash(text)]
 
@@ -124,3 +124,9 @@ class LogTail:
             console=self._console,
             transient=True,
         )
+
+
+def _before_traceback(lines: list[str]) -> list[str]:
+    """Return the lines before the marker of a traceback, without the end of a line that `print_traceback` writes."""
+    before = lines[: lines.index(TRACEBACK_MARKER)]
+    return before[:-1] if before and not before[-1] else before
