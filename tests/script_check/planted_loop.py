@@ -69,8 +69,19 @@ def load(data: TensorDataset, rank: int, fault: str) -> DataLoader[Any]:
     if fault == "shuffled on each rank":
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
         return DataLoader(data, batch_size=BATCH, sampler=sampler)
-    world = (1, 0) if fault == "the same samples" else (2, rank)
+    world = (1, 0) if fault in ("the same samples", "alone with the same samples") else (2, rank)
     return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=world[0], rank=world[1]))
+
+
+UNWRAPPED = (
+    "not wrapped",
+    "other start weights",
+    "reduced to the sum",
+    "local SGD",
+    "sent from one rank",
+    "alone with the same samples",
+    "alone at another scale",
+)
 
 
 def set_modes(model: nn.Module, x: Tensor, number: int, fault: str) -> None:
@@ -97,7 +108,7 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
             for p in model.parameters():
                 p.detach().to_local().fill_(1e20)
         return model
-    if fault in ("not wrapped", "other start weights", "reduced to the sum", "local SGD", "sent from one rank"):
+    if fault in UNWRAPPED:
         return model
     if fault == "a part that is trained later":
         model.first.requires_grad_(False)
@@ -130,6 +141,10 @@ def reduce_by_hand(model: nn.Module, fault: str) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     if fault == "clipped by value":
         nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    if fault == "clipped while scaled":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+    if fault == "not finite":
+        next(model.parameters()).grad.fill_(torch.nan)
     if fault == "clipped" or (fault == "clipped on one rank" and dist.get_rank() == 0):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
@@ -169,7 +184,10 @@ def train(fault: str) -> str:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     num_passes = 2 if fault in TWO_PASSES else 1
     scaler = torch.amp.GradScaler("cpu", enabled=fault == "a loss scale")
-    torch.manual_seed(0 if fault == "the same random numbers" else rank)
+    if fault == "a part of all weights on each rank":
+        trained = nn.Parameter(torch.full((3,), float(rank)))
+        optimizer = torch.optim.AdamW([trained], lr=1e-2)
+    torch.manual_seed(0 if fault in ("the same random numbers", "alone with the same samples") else rank)
     for number, (x, y) in enumerate(load(data, rank, fault)):
         if fault == "unequal batches":
             x, y = x[: BATCH - 2 * rank], y[: BATCH - 2 * rank]
@@ -180,6 +198,8 @@ def train(fault: str) -> str:
             with torch.autocast("cpu", torch.bfloat16, enabled=fault in ("a loss scale", "autocast")):
                 output = wrapped.module(x) if fault == "the inner module is called" else wrapped(x)
                 loss = F.cross_entropy(output, y) / num_passes
+            if fault == "alone at another scale" and rank:
+                loss = loss * 1e12
             if fault == "a constant loss":
                 loss = loss * 0
             if fault == "zero_grad at each pass":
@@ -190,6 +210,8 @@ def train(fault: str) -> str:
                 F.cross_entropy(wrapped(x), y).backward()
         reduce_by_hand(wrapped, fault)
         if is_last:
+            if fault == "a part of all weights on each rank":
+                trained.grad = torch.ones_like(trained)
             if fault == "a closure":
                 optimizer.step(lambda x=x, y=y: closure(optimizer, wrapped, x, y))
             else:

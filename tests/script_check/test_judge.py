@@ -51,6 +51,9 @@ FAULTS = {
     "clipped at each pass": {"passes-unequal"},
     "one rank clips per parameter": {"gradients-scaled-otherwise"},
     "two models, one without a wrapper": {"gradients-own"},
+    "alone with the same samples": {"same-samples"},
+    "alone at another scale": {"gradients-own"},
+    "not finite": {"not-finite"},
     SPARSE + "no zero_grad": {"gradients-stale"},
     SPARSE + "clipped on one rank": {"gradients-scaled-otherwise"},
     SPARSE + "no_sync at the wrong pass": {"backward-not-reduced"},
@@ -68,6 +71,8 @@ NOTES = {
     "never in training mode": "eval-mode",
     "unequal batches": "unequal-counts",
     "normalized per parameter": "factors-by-parameter",
+    "clipped while scaled": "clipped-while-scaled",
+    "a part of all weights on each rank": "weights-differ",
 }
 
 
@@ -135,6 +140,12 @@ def test_only_some_steps_have_summaries_and_the_verdict_says_so(recordings: Path
     assert [step.number for step in run.steps if step.has_prints] == [1, 2, 3, 6]
     verdict = judge(run)
     assert verdict.not_exercised[0].startswith("gradients and weights at 4 of 8 steps"), verdict
+
+
+def test_equal_gradients_of_all_ranks_show_no_reduction(recordings: Path) -> None:
+    verdict = verdict_of(recordings / "alone with the same samples")
+    assert not any("mean of all ranks" in line for line in verdict.sound), verdict
+    assert any("all ranks computed the same gradients" in line for line in verdict.not_exercised), verdict
 
 
 def test_the_verdict_says_what_the_run_did_not_exercise(recordings: Path) -> None:

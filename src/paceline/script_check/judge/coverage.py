@@ -21,6 +21,8 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
         lines.append("one rank: nothing was reduced, and no rank can differ")
     if several and not reductions:
         lines.append("the reduction: no own gradient of a rank was seen")
+    if reductions and all(each.total.kind == "alike" for each in reductions):
+        lines.append("the reduction: all ranks computed the same gradients, so a mean of them changes nothing")
     if not any(len(passes) > 1 for step in steps for rank in step.ranks for passes in rank.own_gradients.values()):
         lines.append("accumulation: each step had one backward pass")
     if not any(call.random_state for step in steps for rank in step.ranks for call in rank.calls):

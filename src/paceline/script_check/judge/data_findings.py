@@ -9,6 +9,7 @@ from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
+_MIN_REPEATED = 3  # steps of a second epoch that show its order, if it is not complete
 _SHARED = 0.5  # share of equal samples from which on two ranks read the same ones
 _UNEQUAL_TARGETS = 0.02  # relative, of counts of targets that are worth a note
 _SAMPLER_HINT = "sampler=DistributedSampler(dataset); or draw the samples with a seed that contains the rank"
@@ -34,7 +35,8 @@ def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Scr
         is_tensor_parallel = run.sharding == "tensor"
         yield ScriptFinding(
             name="same-samples",
-            text=f"ranks {first} and {second} read the same samples, at {len(shared)} of {plural(len(judged), 'step')}"
+            text=f"{_who(run, shared, first, second)} read the same samples, at {len(shared)} of"
+            f" {plural(len(judged), 'step')}"
             + (", as they must where ranks share the parts of a weight" if is_tensor_parallel else ""),
             step=shared[0].number,
             line=shared[0].line("forward"),
@@ -42,6 +44,14 @@ def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Scr
             is_note=is_tensor_parallel,
         )
         return
+
+
+def _who(run: ScriptRun, steps: Sequence[ScriptStep], first: int, second: int) -> str:
+    """Return words for the ranks that read the same samples as `first`."""
+    others = [rank for rank in range(run.world_size) if rank != first]
+    if len(others) > 1 and all(_shared_share(step, first, rank) > _SHARED for step in steps for rank in others):
+        return f"all {run.world_size} ranks"
+    return f"ranks {first} and {second}"
 
 
 def _shared_share(step: ScriptStep, first: int, second: int) -> float:
@@ -77,7 +87,7 @@ def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFind
     """Yield a note if the samples come back in the same order: they are not shuffled again for each epoch."""
     for rank in range(run.world_size):
         keys = [tuple(sorted(step.samples(rank).items())) for step in steps]
-        periods = range(1, len(keys) // 2 + 1)
+        periods = [p for p in range(1, len(keys)) if p <= len(keys) // 2 or len(keys) - p >= _MIN_REPEATED]
         period = next((p for p in periods if keys[0] and all(a == b for a, b in zip(keys, keys[p:], strict=False))), 0)
         if period:
             text = f"rank {rank} reads the same samples in the same order every {plural(period, 'step')}"

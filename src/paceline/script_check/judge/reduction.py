@@ -27,7 +27,8 @@ class Reduction:
     `kind`: `mean`, `sum`, `mean-twice` (divided by the ranks once more), `scaled` (a multiple of the mean: `factor`),
     `own` (of this rank alone), `unequal` (each rank has another of the `weights`), `passes` (each backward pass has
     another one), `clipped-passes` (the same, as after clipping between the passes), `by-parameter` (each parameter has
-    another multiple of the mean), `stale` (with the gradient of the step before), `zero`, or `unexplained`.
+    another multiple of the mean), `alike` (all ranks computed the same gradients),
+    `stale` (with the gradient of the step before), `zero`, or `unexplained`.
     """
 
     kind: str
@@ -76,9 +77,12 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
     if not any(np.any(values) for values in target.values()):
         return StepReduction(step=step, rank=rank, total=Reduction(kind="zero"))
     stacked = np.concatenate([target[name] / sizes[name] for name in names])
-    weights, residual = fit_weights(stacked, np.vstack([own[name] / sizes[name] for name in names]))
+    columns = np.vstack([own[name] / sizes[name] for name in names])
+    weights, residual = fit_weights(stacked, columns)
     if residual <= tolerance:
-        return StepReduction(step=step, rank=rank, total=_classify(weights, rank, tolerance))
+        is_alike = _are_equal(columns, tolerance)
+        explained = Reduction(kind="alike") if is_alike else _classify(weights, rank, tolerance)
+        return StepReduction(step=step, rank=rank, total=explained)
     total = _explain_by_passes(step, rank, names, sizes, stacked, tolerance)
     if total is None and before is not None:
         total = _explain_by_last_step(step, rank, names, own, target, before, tolerance)
@@ -163,6 +167,12 @@ def _explain_by_last_step(
     return Reduction(kind="stale", residual=residual) if is_stale else None
 
 
+def _are_equal(columns: Vector, tolerance: float) -> bool:
+    """Return whether several ranks computed the same gradients, so that a mean of them is the gradient of each one."""
+    distance = float(np.linalg.norm(columns - columns[:, :1]))
+    return columns.shape[1] > 1 and distance <= tolerance * float(np.linalg.norm(columns))
+
+
 def _classify(weights: Vector, rank: int, tolerance: float) -> Reduction:
     """Return what the weights of the ranks' own gradients mean."""
     count = len(weights)
@@ -180,6 +190,8 @@ def _classify(weights: Vector, rank: int, tolerance: float) -> Reduction:
 
 def fit_weights(target: Vector, columns: Vector) -> tuple[Vector, float]:
     """Return the weights with which the columns give the target, and the relative rest."""
-    weights: Vector = np.linalg.lstsq(columns, target, rcond=1e-6)[0].astype(np.float64)
+    norms = np.linalg.norm(columns, axis=0)
+    norms[norms == 0] = 1.0
+    weights: Vector = (np.linalg.lstsq(columns / norms, target, rcond=1e-6)[0] / norms).astype(np.float64)
     rest = float(np.linalg.norm(target - columns @ weights) / max(float(np.linalg.norm(target)), 1e-300))
     return weights, rest if np.isfinite(rest) else float("inf")

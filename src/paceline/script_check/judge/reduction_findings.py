@@ -11,6 +11,7 @@ from paceline.script_check.judge.reduction import LOST, Reduction, StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
+_MIN_CLIP = 1e-4  # a smaller factor is hardly one of clipping
 _WRAP = "wrap the model: DistributedDataParallel(model); right only if weights are averaged later, as in local SGD"
 _CALL = (
     "call the wrapper, not model.module; no no_sync() around the last backward pass of a step; a process group with all"
@@ -71,6 +72,7 @@ def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> I
             of = run.optimizer_name(each.step)
             yield replace(finding, text=f"{of}: {finding.text}") if of else finding
     yield from _discarded(run)
+    yield from _clipped_while_scaled(reductions)
 
 
 def _with_unequal_factors(reductions: Sequence[StepReduction]) -> Iterator[StepReduction]:
@@ -118,7 +120,7 @@ def are_powers_of_two(values: Sequence[float]) -> bool:
 
 def _finding(reduction: StepReduction, *, world_size: int, all_zero: bool, is_everywhere: bool) -> ScriptFinding | None:
     step, total = reduction.step, reduction.total
-    if total.kind in ("mean", "scaled") or (total.kind == "zero" and not all_zero):
+    if total.kind in ("mean", "scaled", "alike") or (total.kind == "zero" and not all_zero):
         return None
     if total.kind == "by-parameter":
         return _enlarged(reduction)
@@ -244,6 +246,22 @@ def _unexplained(reduction: StepReduction, text: str, *, parameter: str = "") ->
         hint="compressed or quantized gradients do that, and so does a hook on a parameter",
         is_note=True,
     )
+
+
+def _clipped_while_scaled(reductions: Sequence[StepReduction]) -> Iterator[ScriptFinding]:
+    """Yield a note if gradients become so small before a step that they were probably clipped while scaled."""
+    values = factors(reductions)
+    if values and max(values) < _MIN_CLIP and not are_powers_of_two(values):
+        first = next(each for each in reductions if each.total.kind == "scaled")
+        yield ScriptFinding(
+            name="clipped-while-scaled",
+            text=f"gradients are multiplied by {first.total.factor:.1e} before the step: with a loss scale, they were"
+            " probably clipped while they were scaled",
+            step=first.step.number,
+            line=first.step.line("step"),
+            hint="scaler.unscale_(optimizer) before the clipping; right if the loss is as large as that",
+            is_note=True,
+        )
 
 
 def _discarded(run: ScriptRun) -> Iterator[ScriptFinding]:

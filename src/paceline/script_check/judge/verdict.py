@@ -25,6 +25,13 @@ from paceline.script_check.judge.weight_findings import averaged_steps, weight_f
 
 _CONSEQUENCES = ("weights-differ", "buffers-differ")
 """Findings that follow from a wrong reduction, and are then left out."""
+_FOLLOWERS = {
+    "optimizer-without-gradients": ("weights-differ", "same-samples"),
+    "not-initialized": ("not-finite",),
+    "not-finite": ("reduction-unexplained",),
+}
+"""Findings that say nothing beside another one: the weights of an optimizer that trains nothing, and the like."""
+_MIN_CLIP = 1e-4  # a smaller factor is hardly one of clipping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +98,14 @@ def _without_consequences(findings: Sequence[ScriptFinding]) -> list[ScriptFindi
         and finding.name.startswith(("gradients-", "backward-", "parameter-", "passes-", "settings-"))
     ]
     first = min(causes, default=None)
+    names = {finding.name for finding in findings if not finding.is_note}
+    left_out = {follower for cause, followers in _FOLLOWERS.items() if cause in names for follower in followers}
     has_same_samples = any(finding.name == "same-samples" and not finding.is_note for finding in findings)
     return [
         finding
         for finding in findings
-        if not (finding.name in _CONSEQUENCES and first is not None and finding.step >= first)
+        if finding.name not in left_out
+        and not (finding.name in _CONSEQUENCES and first is not None and finding.step >= first)
         and not (finding.name == "same-random-numbers" and has_same_samples)
     ]
 
@@ -133,7 +143,8 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     if scales and is_alike:
         many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
-        lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
+        if why != "clipping" or min(scales) >= _MIN_CLIP:
+            lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
         which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
         lines.append(f"all ranks have equal weights, before the first step and after {which}")

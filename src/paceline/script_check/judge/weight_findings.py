@@ -7,7 +7,7 @@ import numpy as np
 from paceline.console.formatting import first_names, plural
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
-from paceline.script_check.recording import TensorPrint
+from paceline.script_check.recording import UNKNOWN_PARAMETER, TensorPrint
 
 _LARGEST = 1e3  # of an initialized weight, as a root mean square
 _EQUAL = 1e-4  # relative distance of weights that count as equal
@@ -16,6 +16,7 @@ _EQUAL = 1e-4  # relative distance of weights that count as equal
 def weight_findings(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield what is wrong with the weights before the first step and after each step, and with the buffers."""
     yield from _uninitialized(run)
+    yield from _not_finite(run)
     yield from _unequal_weights(run)
     yield from _unequal_buffers(run)
     yield from _unchanged(run)
@@ -42,6 +43,25 @@ def _uninitialized(run: ScriptRun) -> Iterator[ScriptFinding]:
         )
 
 
+def _not_finite(run: ScriptRun) -> Iterator[ScriptFinding]:
+    """Yield a finding at the first step with a gradient that is not a number, or infinite."""
+    for step in run.steps:
+        for rank, gradients in enumerate(step.gradients):
+            names = [name for name, each in gradients.items() if not np.isfinite(each.norm)]
+            if names:
+                yield ScriptFinding(
+                    name="not-finite",
+                    text=f"rank {rank} steps with gradients that are not finite: {len(names)} of"
+                    f" {plural(len(gradients), 'parameter')}, as {first_names(names)}",
+                    step=step.number,
+                    parameter=names[0],
+                    line=step.line("backward"),
+                    hint="look at the data and the loss of this step; a smaller learning rate, clipping, or a loss"
+                    " scale that skips such steps",
+                )
+                return
+
+
 def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
     """Yield a finding at the first step at which ranks have different weights."""
     for step in [*run.start, *run.steps]:
@@ -56,7 +76,10 @@ def _unequal_weights(run: ScriptRun) -> Iterator[ScriptFinding]:
             step=step.number,
             parameter=names[0],
             line=step.line("step") if step.number else "",
-            hint="start all ranks from the same weights: seed all ranks alike before the model is made, or wrap it in"
+            is_note=not step.number and all(name.startswith(UNKNOWN_PARAMETER) for name in names),
+            hint="right where each rank has a part of all weights, as in ZeRO"
+            if not step.number and all(name.startswith(UNKNOWN_PARAMETER) for name in names)
+            else "start all ranks from the same weights: seed all ranks alike before the model is made, or wrap it in"
             " DistributedDataParallel, which sends those of rank 0"
             if not step.number
             else "the ranks step with different gradients, or with different settings of the optimizer",
