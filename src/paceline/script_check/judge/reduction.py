@@ -14,6 +14,7 @@ from paceline.script_check.judge.script_run import ScriptStep, Vector
 
 _RESIDUAL = 2e-3  # relative, of a fit that explains the gradient; measured: float32 stays below 1e-4
 _EQUAL = 5e-3  # relative, of weights that count as equal
+_EXACT = 1e-6  # relative, of gradients that are the same but for the order of their sums
 LOST = 0.01  # relative, of the weight of a backward pass that does not arrive
 _SAME_FACTOR = 0.01  # relative, of factors of two parameters that count as the same
 _MULTIPLES = ("mean", "scaled", "sum", "mean-twice")  # kinds that are a multiple of the mean
@@ -80,8 +81,12 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
     columns = np.vstack([own[name] / sizes[name] for name in names])
     weights, residual = fit_weights(stacked, columns)
     if residual <= tolerance:
-        is_alike = _are_equal(columns, tolerance)
-        explained = Reduction(kind="alike") if is_alike else _classify(weights, rank, tolerance)
+        if _are_equal(columns, tolerance):
+            explained = Reduction(kind="alike")
+        elif np.linalg.norm(stacked - columns[:, rank]) <= _EXACT * np.linalg.norm(stacked):
+            explained = Reduction(kind="own")  # also if the other gradients are too small for a weight of theirs
+        else:
+            explained = _classify(weights, rank, tolerance)
         return StepReduction(step=step, rank=rank, total=explained)
     total = _explain_by_passes(step, rank, names, sizes, stacked, tolerance)
     if total is None and before is not None:
