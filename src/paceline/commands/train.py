@@ -128,7 +128,8 @@ def _train_on_nodes(
     start.check_interface()
     if not start.is_head():
         code, text = start.run_member()
-        return CommandOutcome(exit_code=code, run=Path(task.run), screen=text)
+        json_fields = {"what": text} if code else {}
+        return CommandOutcome(exit_code=code, run=Path(task.run), screen=text, json_fields=json_fields)
     with start.lead() as nodes:
         task = assign_run_folder(task, resume=resume)
         outcome = execute(task, entry=ENTRY, common=common, nodes=nodes)

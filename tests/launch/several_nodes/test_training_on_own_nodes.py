@@ -312,3 +312,12 @@ def test_kill_node_kills_the_agent_of_the_rank(shop: Shop) -> None:
 def test_what_nodes_cannot_do_is_refused_at_once(shop: Shop, words: tuple[str, ...], says: str) -> None:
     done = shop.run("train", "job.py", "--nodes", "2:127.0.0.1:1", "--node", "1", *words, "--nodes.wait", "0.2")
     assert done.code == 2 and says in done.err + done.out, done.err + done.out
+
+
+def test_a_refused_node_gives_the_reason_as_json_too(shop: Shop) -> None:
+    nodes = nodes_of(shop, "many", "--json")
+    nodes.start(0)
+    nodes.start(1, "--train.max_grad_norm", "3.0")
+    ends = nodes.ends()
+    assert [end.code for end in ends] == [2, 2], [end.screen for end in ends]
+    assert all("train.max_grad_norm differs" in json.loads(end.out)["what"] for end in ends), [end.out for end in ends]
