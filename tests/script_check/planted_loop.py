@@ -69,7 +69,7 @@ def load(data: TensorDataset, rank: int, fault: str) -> DataLoader[Any]:
     if fault == "shuffled on each rank":
         sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank))
         return DataLoader(data, batch_size=BATCH, sampler=sampler)
-    world = (1, 0) if fault in ("the same samples", "alone with the same samples") else (2, rank)
+    world = (1, 0) if fault in SAME_SAMPLES else (2, rank)
     return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=world[0], rank=world[1]))
 
 
@@ -81,7 +81,21 @@ UNWRAPPED = (
     "sent from one rank",
     "alone with the same samples",
     "alone at another scale",
+    "split by hand",
 )
+SAME_SAMPLES = ("the same samples", "alone with the same samples", "split by hand")
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A function of a parameter that gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def set_modes(model: nn.Module, x: Tensor, number: int, fault: str) -> None:
@@ -169,6 +183,9 @@ def train(fault: str) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank if fault == "other start weights" else 0)
     model = Net(has_batch_norm="buffers" in fault)
+    if fault == "split by hand":
+        torch.manual_seed(1 + rank)
+        model.last.reset_parameters()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, CLASSES, (64,)))
     wrapped = wrap(model, fault)
@@ -197,6 +214,8 @@ def train(fault: str) -> str:
         with wrapped.no_sync() if skips and num_passes > 1 else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=fault in ("a loss scale", "autocast")):
                 output = wrapped.module(x) if fault == "the inner module is called" else wrapped(x)
+                if fault == "a parameter without a gradient":
+                    output = WithoutGradient.apply(output, model.first.bias)
                 loss = F.cross_entropy(output, y) / num_passes
             if fault == "alone at another scale" and rank:
                 loss = loss * 1e12

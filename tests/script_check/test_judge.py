@@ -20,6 +20,7 @@ SOUND = [
     "fsdp in bfloat16",
     "sharpness-aware",
     "a closure",
+    "a parameter without a gradient",
     "an evaluation with gradients",
     "a saliency map on one rank",
     "clipped per parameter",
@@ -81,7 +82,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recordings of all loops."""
     folder = tmp_path_factory.mktemp("recordings")
     plain = dict.fromkeys(PLAIN + loop.removeprefix(SPARSE) for loop in SOUND)
-    loops = [*SOUND, *FAULTS, *NOTES, "two models", *plain]
+    loops = [*SOUND, *FAULTS, *NOTES, "split by hand", "two models", *plain]
     run_forked(
         "tests.script_check.planted_loop", [str(folder), *loops], ranks=2, folder=folder, environ={}, timeout=300
     )
@@ -140,6 +141,12 @@ def test_only_some_steps_have_summaries_and_the_verdict_says_so(recordings: Path
     assert [step.number for step in run.steps if step.has_prints] == [1, 2, 3, 6]
     verdict = judge(run)
     assert verdict.not_exercised[0].startswith("gradients and weights at 4 of 8 steps"), verdict
+
+
+def test_a_model_that_is_split_by_hand_is_not_judged(recordings: Path) -> None:
+    verdict = verdict_of(recordings / "split by hand")
+    assert (verdict.exit_code, verdict.findings, verdict.sound) == (5, [], []), verdict
+    assert "written by hand" in verdict.reason
 
 
 def test_equal_gradients_of_all_ranks_show_no_reduction(recordings: Path) -> None:

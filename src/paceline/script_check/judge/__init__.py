@@ -16,6 +16,8 @@ Start with `verdict.py`.
   ranks.
 - `setting_findings.py`: Findings about settings: different ones on different ranks, schedulers that step more often
   than the optimizer.
+- `split_by_hand.py`: Recognition of models that a script splits over ranks by itself, on plain tensors, as Megatron-LM
+  does.
 - `verdict.py`: The verdict on a recorded run: the findings with the causes first, what is sound, and what was not
   exercised.
 - `weight_findings.py`: Findings about weights and buffers: initialized, equal on all ranks, trained.

@@ -21,6 +21,7 @@ from paceline.script_check.judge.reduction_findings import (
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.judge.setting_findings import setting_findings
+from paceline.script_check.judge.split_by_hand import REASON, is_split_by_hand
 from paceline.script_check.judge.weight_findings import averaged_steps, weight_findings
 
 _CONSEQUENCES = ("weights-differ", "buffers-differ")
@@ -60,6 +61,9 @@ def judge(run: ScriptRun) -> Verdict:
             setting_findings(run),
         )
     )
+    has_same_samples = any(finding.name == "same-samples" and not finding.is_note for finding in found)
+    if is_split_by_hand(run, has_same_samples=has_same_samples):
+        return _not_judged(run, REASON)
     found = _with_averages(found, averaged_steps(run))
     findings = _without_consequences(found)
     faults = [finding for finding in findings if not finding.is_note]
@@ -72,6 +76,19 @@ def judge(run: ScriptRun) -> Verdict:
         findings=sorted(findings, key=lambda finding: finding.is_note),
         sound=_sound(run, reductions, {finding.name for finding in found}),
         not_exercised=not_exercised(run, reductions),
+        reason=reason,
+    )
+
+
+def _not_judged(run: ScriptRun, reason: str) -> Verdict:
+    """Return the verdict on a run about which nothing can be said."""
+    return Verdict(
+        exit_code=int(ExitCode.NOT_JUDGED),
+        ranks=run.world_size,
+        steps=run.last_step,
+        findings=[],
+        sound=[],
+        not_exercised=[],
         reason=reason,
     )
 

@@ -78,7 +78,9 @@ class OwnGradients:
         self._hooked[id(tensor)] = tensor
         tensor.register_hook(self._guard(partial(self._record, tensor, owner)))
 
-    def _record(self, tensor: Tensor, owner: Any, gradient: Tensor) -> None:
+    def _record(self, tensor: Tensor, owner: Any, gradient: Tensor | None) -> None:
+        if gradient is None:  # of a function that gives a parameter no gradient
+            return
         if not self.is_active:
             return
         passes = self._passes.setdefault(id(owner), [])
