@@ -118,11 +118,13 @@ def _end(process: "subprocess.Popen[bytes] | None", folder: Path) -> None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-    for left in recorded_processes(folder):
+    left = recorded_processes(folder)
+    for each in left:
         with suppress(psutil.Error):
-            left.kill()
+            each.kill()
     if process is not None:
         process.wait()
+    psutil.wait_procs([each for each in left if process is None or each.pid != process.pid], timeout=_END_SECONDS)
 
 
 @contextmanager

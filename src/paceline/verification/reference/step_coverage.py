@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from paceline.config.layout import LayoutKind
 from paceline.config.settings import Settings
-from paceline.config.update_rule import UpdateKind
 from paceline.console.formatting import first_names, plural
 from paceline.parallel.batchnorm.norm_tape import norms_with_statistics
 from paceline.parallel.expert_parallel.discovery import has_routed_forward
 from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.step.update_rules import step_rule
 from paceline.verification.reference.reference import Reference, ReferenceGradient, RunPosition
 from paceline.verification.tensor_distance import euclidean_norm
 
@@ -263,8 +263,8 @@ def _update_gaps(
     gaps = []
     if not compares_gradients and not any(rung.last_epoch for rung in rungs) and (settings.train.epochs or 2) > 1:
         gaps.append("a second epoch: all compared steps are in the first one (--steps)")
-    clips_stages = plan.update_rule.kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)  # each by its own norm
-    if settings.train.max_grad_norm is not None and not clips_stages:
+    clips_by_joint_norm = step_rule(plan.update_rule).traits.measures_joint_norm  # otherwise, each stage by its own
+    if settings.train.max_grad_norm is not None and clips_by_joint_norm:
         if not any(rung.num_clipped for rung in rungs):
             gaps.append(f"clipping: no gradient norm is above {settings.train.max_grad_norm:g} (train.max_grad_norm)")
         elif not compares_gradients and all(rung.num_clipped == rung.num_norms for rung in rungs):
@@ -275,7 +275,7 @@ def _update_gaps(
         gaps.append("the schedule of the learning rate: it is constant in these steps")
     if settings.train.precision == "fp16":
         gaps.append("changes of the fp16 loss scale: verify keeps it fixed")
-    fixed = rungs[-1].fixed_statistics if plan.update_rule.kind is UpdateKind.SYNC else []
+    fixed = rungs[-1].fixed_statistics if plan.update_rule.is_synchronous else []
     fixed = [name for name in fixed if all(name in rung.fixed_statistics for rung in rungs)]
     if fixed:
         gaps.append(f"running statistics that did not change: {first_names(fixed)}")
