@@ -9,7 +9,8 @@ from tests.conftest import Shop
 CHAIN = """
 import os, torch, torch.nn.functional as F, paceline as pl
 
-def make_job(scale: float = 0.0):
+def make_job(scale: float = 0.0, fails: bool = False):
+    assert not fails
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     factor = 1 + scale * int(os.environ.get("RANK", "0"))
     block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
@@ -36,6 +37,10 @@ def test_layouts_against_each_other_and_against_a_recorded_run(shop: Shop) -> No
     assert json.loads((shop.path / "runs/staged/answer-verify.json").read_text())["verdict"] == answer["verdict"]
     recorded = shop.run(*words, "--layout", "tp", "--against", "runs/staged")
     assert recorded.code == 0 and recorded.json()["reference"] == "the recording runs/staged", recorded.text
+    itself = shop.run(*words, "--layout", "tp", "--against", "runs/staged", "--run-dir", "runs/staged")
+    assert itself.code == 2 and "it would be overwritten" in itself.out + itself.err, itself.text
+    failed = shop.run(*words, "--layout", "tp", "--against", "fsdp", "--run-dir", "runs/staged", "--job.fails", "true")
+    assert failed.code == 1, failed.text
     other = shop.run(*words, "--layout", "ddp", "--against", "runs/staged", "--job.scale", "0.01")
     first = other.json()["first_difference"]
     assert other.code == 4 and first["step"] == 1 and "gradients differ" in first["cause"], other.text

@@ -32,7 +32,6 @@ _FOLLOWERS = {
     "not-finite": ("reduction-unexplained",),
 }
 """Findings that say nothing beside another one: the weights of an optimizer that trains nothing, and the like."""
-_MIN_CLIP = 1e-4  # a smaller factor is hardly one of clipping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,7 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     if scales and is_alike:
         many = " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(scales), max(scales))))
         why = "a loss scale, or accumulation" if are_powers_of_two(scales) else "clipping"
-        if why != "clipping" or min(scales) >= _MIN_CLIP:
+        if "clipped-while-scaled" not in found:
             lines.append(f"gradients are multiplied by {many} before the step, alike on all ranks: {why}")
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
         which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"

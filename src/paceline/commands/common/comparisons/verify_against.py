@@ -84,6 +84,11 @@ def _refuse(common: RunOptions, against: str) -> None:
         raise UsageError(
             "verify --against needs --layout, which is compared.", hint=f"--layout fsdp --against {against}"
         )
+    if common.run_dir is not None and Path(common.run_dir).resolve() == Path(against).resolve():
+        raise UsageError(
+            f"--run-dir {common.run_dir} is the recording that --against names: it would be overwritten.",
+            hint="--run-dir with another folder",
+        )
     if not has_recording(Path(against)):
         if Path(against).is_dir():
             raise UsageError(
@@ -102,11 +107,12 @@ def _reference_task(job: str, common: RunOptions, overrides: Sequence[str], agai
 def _record(task: Task, common: RunOptions) -> _Recorded:
     """Train and record a layout in its run folder."""
     Path(task.run).mkdir(parents=True, exist_ok=True)
+    RunFolder(Path(task.run)).answer("record").unlink(missing_ok=True)  # of an earlier command in this folder
     if not common.quiet:
         print_line(f"verify: {task.layout} on {plural(task.ranks, 'rank')}")
     outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True), one_thread=True)
     value = read_result(task, "record")
-    if value is None:
+    if value is None or outcome.exit_code:
         return _Recorded(task=task, outcome=outcome)
     return _Recorded(task=task, micro_batch_size=int(value["micro_batch_size"]))
 
