@@ -60,7 +60,7 @@ class _Mode:
 
 
 def _modes(step: ScriptStep, rank: int) -> dict[str, _Mode]:
-    """Return the mode of each model of a rank; a call in eval mode beside one in training mode does not count."""
+    """Return the mode of each model of a rank; calls in eval mode are left out if others are in training mode."""
     modes: dict[str, _Mode] = {}
     for call in step.calls(rank):
         mode = modes.get(call.module)
