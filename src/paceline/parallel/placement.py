@@ -41,6 +41,8 @@ class PlacementRequest:
     """A function that prints a message for the user."""
     settings: PlacementSettings = field(default_factory=PlacementSettings)
     exact: bool = False
+    tensor_shards: int | None = None
+    """The number of logical shards of each weight that tensor parallelism splits, in exact mode."""
     is_compiled: bool = False
     full_tensor_names: Sequence[str] = ()
     """The parameters whose update rule needs the full tensor."""

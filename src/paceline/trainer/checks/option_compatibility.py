@@ -71,9 +71,11 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return []
 
 
-def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) -> list[str]:
+def unused_placement_notes(
+    placement: PlacementSettings, plan: ExecutionPlan, *, tensor_shards: int | None = None
+) -> list[str]:
     """Return notes about placement settings for an axis that this layout does not have."""
-    mesh = plan.mesh
+    mesh, uses_tensors = plan.mesh, plan.mesh.tp > 1 or tensor_shards is not None
     users = {
         "place.units": ("fsdp gathers", mesh.zero == 3),
         "place.reshard": ("fsdp gathers", mesh.zero == 3),
@@ -81,8 +83,8 @@ def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) ->
         "place.stages": ("pp cuts stages", mesh.pp > 1),
         "place.balance": ("pp cuts stages", mesh.pp > 1),
         "place.cut": ("pp cuts stages", mesh.pp > 1),
-        "place.tensor_plan": ("tp splits modules", mesh.tp > 1),
-        "place.replicate": ("tp splits modules", mesh.tp > 1),
+        "place.tensor_plan": ("tp splits modules", uses_tensors),
+        "place.replicate": ("tp splits modules", uses_tensors),
     }
     return [
         f"note: {name} sets how {user}, which does not apply to {plan.layout}"

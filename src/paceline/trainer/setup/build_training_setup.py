@@ -190,7 +190,8 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
     refuse_compiled_model(models[0], plan)
     named_parameters = [trainable_parameters(model) for model in models]
-    notes = [*unused_placement_notes(settings.place, plan), *initial_models[0].notes, *set_train_mode(models)]
+    notes = unused_placement_notes(settings.place, plan, tensor_shards=settings.train.tensor_shards)
+    notes += [*initial_models[0].notes, *set_train_mode(models)]
     notes += _broadcast_initial_weights(models[0], world) if initial_models[0].is_whole else []
     notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
     shared_model = rule.share_model(models[0], world=world)
@@ -300,7 +301,7 @@ def _parallelize_replica(
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
-    if set(plan.mesh.split_axes) - set(DATA_AXES):
+    if set(plan.mesh.split_axes) - set(DATA_AXES) or settings.train.tensor_shards:
         example.learn_loss() if initial_model.deferred_model is None else initial_model.deferred_model.run_with_values(
             example.learn_loss
         )
@@ -317,6 +318,7 @@ def _parallelize_replica(
         report=print_line,
         settings=settings.place,
         exact=exact,
+        tensor_shards=settings.train.tensor_shards,
         is_compiled=settings.train.compile,
         full_tensor_names=full_parameters,
         context_parallel=context,
