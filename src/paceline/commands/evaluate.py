@@ -90,7 +90,8 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
     problems += refuse_schedule(layout, mesh)
     raise_all(problems)
-    unused_settings = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
+    has_shards = layout_text == task.layout and "place.sequence_shards" in task.settings
+    unused_settings = {"train.exact"} if mesh.tp * mesh.ep > 1 or (mesh.cp > 1 and not has_shards) else set()
     unused_settings |= {"train.compile"} if mesh.tp > 1 else set()
     unused_settings |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
     settings = {

@@ -13,6 +13,7 @@ from paceline.errors import PacelineError, UsageError
 ALLOWED_DIFFERENCES = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
     "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
+    "sequence_shards",
 )  # fmt: skip
 """The names that `--allow` accepts: what a resume compares with the checkpoint.
 
@@ -33,6 +34,7 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accep
     "data.drop_last": "drop_last",
     "data.sample_seeds": "sample_seeds",
     "data.shards": None,
+    "place.sequence_shards": "sequence_shards",
 }
 
 REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far

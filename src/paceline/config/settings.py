@@ -19,6 +19,7 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
+Shards = Annotated[int, Meta(ge=2, le=1024)]
 Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 
@@ -154,7 +155,8 @@ class PlacementSettings:
     `units` are class names, patterns of fully qualified names (FQNs, such as `layers.*`), or the least number of
     elements of a unit. `blocks` are the FQNs of the blocks in the order of the forward. `stages` has the number of
     blocks of each stage. `cut` is the method by which the model is cut into stages. `replicate` are FQN patterns of
-    modules that tp does not split.
+    modules that tp does not split. `sequence_shards` is the number of parts in which exact mode computes each sequence,
+    on any number of cp ranks.
     """
 
     units: tuple[str, ...] = ()
@@ -166,6 +168,7 @@ class PlacementSettings:
     cut: Literal["auto", "chain", "export"] = "auto"
     tensor_plan: str | None = None
     replicate: tuple[str, ...] = ()
+    sequence_shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

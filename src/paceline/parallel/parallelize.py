@@ -244,7 +244,11 @@ class FixedPoint:
         """Create the grid."""
         assert placement.tied_uses is not None
         placement.grid = build_fixed_point_grid(
-            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds.pp
+            placement.named_parameters,
+            placement.tied_uses,
+            placement.pipeline_model,
+            placement.request.worlds.pp,
+            num_backwards=placement.num_sequence_shards,
         )
 
 
@@ -408,7 +412,12 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
 
 
 def build_fixed_point_grid(
-    members: Sequence[NamedParameter], tied_uses: TiedUses, pipeline_model: PipelineModel | None, stage_world: World
+    members: Sequence[NamedParameter],
+    tied_uses: TiedUses,
+    pipeline_model: PipelineModel | None,
+    stage_world: World,
+    *,
+    num_backwards: int = 1,
 ) -> FixedPointGrid:
     """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
 
@@ -424,7 +433,9 @@ def build_fixed_point_grid(
             hint="a separate module for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    grid = FixedPointGrid(names=[m.name for m in members], extra_worlds=[stage_world], tied_uses=tied_uses)
+    grid = FixedPointGrid(
+        names=[m.name for m in members], extra_worlds=[stage_world], tied_uses=tied_uses, num_backwards=num_backwards
+    )
     if ties:
         tied_uses.multi_stage_names = frozenset(ties)
         grid.set_ties(ExactTies(ties, world=stage_world))

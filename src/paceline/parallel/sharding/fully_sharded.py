@@ -8,6 +8,7 @@ gradient and replicas work as in ZeRO-2, and a unit may be any module. With repl
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -45,14 +46,15 @@ def shard_zero3(
     model: nn.Module, *, named_parameters: Sequence[NamedParameter], data_groups: DataGroups,
     grid: FixedPointGrid | None = None, base_specs: ShardSpecs | None = None, options: FullShardOptions | None = None,
     absent_names: Collection[str] | None = None, expert_names: Collection[str] = (),
-    deferred_rows: DeferredRows | None = None,
+    deferred_rows: DeferredRows | None = None, has_several_forwards: bool = False,
 ) -> ShardedModel:  # fmt: skip
     """Shard the model in place. Every rank calls this with the same full weights; on one rank nothing is sharded.
 
     `absent_names` are the parameters of other pipeline stages; None means that there is no pipeline. In a pipeline,
     other forwards run before the model's backward, so parameters outside all units stay gathered until the end of the
     step. `expert_names` are the expert parameters, which are not sharded here. `base_specs` are the shard specs after
-    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device.
+    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device. With `has_several_forwards`,
+    several forwards of a microbatch run in turns, so units stay gathered from their first use to the end of the step.
 
     Raises:
         LayoutError: a parameter can't be sharded, or `options` names a unit that the model does not have.
@@ -70,6 +72,8 @@ def shard_zero3(
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
     scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
     ignored = {p for n, p in model.named_parameters() if n in excluded}
+    if has_several_forwards:
+        options = replace(options, reshard=False)
     contexts = [*([expose_local_shards] if base_specs else []), *([keep_gradient_order] if grid is not None else [])]
     guards = _apply_fully_shard(
         model, data_groups, options, ignored=ignored | set(scalars.values()),
@@ -86,6 +90,8 @@ def shard_zero3(
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
     all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    if has_several_forwards and isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(False)
     sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=absent_names is not None)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(

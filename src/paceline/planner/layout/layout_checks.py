@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from paceline.config.layout import Layout
+from paceline.config.layout import Layout, LayoutKind
 from paceline.config.settings import Settings
 from paceline.errors import PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh
@@ -18,7 +18,9 @@ _INEXACT_REASONS = {
 def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[PacelineError]:
     """Return an error for each setting that this layout does not support."""
     train = settings.train
-    errors = list(_refuse_exact(mesh)) if train.exact else []
+    shards = settings.place.sequence_shards
+    errors = list(_refuse_exact(mesh, has_shards=shards is not None)) if train.exact else []
+    errors += [] if shards is None else _refuse_sequence_shards(shards, layout, mesh, settings)
     if train.compile and mesh.tp > 1:
         cause = "torch.compile does not support tensors that tp shards over the ranks"
         errors.append(
@@ -63,14 +65,55 @@ def _with_remat(layout: Layout) -> str:
     return f"{layout},remat=full" if layout.sizes else "pp"
 
 
-def _refuse_exact(mesh: Mesh) -> Iterator[PacelineError]:
-    axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1]
-    if axes:
+def _refuse_exact(mesh: Mesh, *, has_shards: bool) -> Iterator[PacelineError]:
+    axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1 and not (axis == "cp" and has_shards)]
+    if axes == ["cp"]:
+        yield UsageError(
+            "exact mode with cp needs place.sequence_shards, the number of parts of each sequence.",
+            cause="ring attention and the gradients add the parts of a sequence, so the parts must not depend on cp",
+            hint=f"--place.sequence_shards {mesh.cp}, and the same number on any other number of ranks; "
+            "or --layout fsdp without it",
+        )
+    elif axes:
         yield UsageError(
             f"exact mode with {', '.join(axes)} is not supported: sums within a microbatch are split over ranks.",
             cause="; ".join(_INEXACT_REASONS[axis] for axis in axes),
             hint="exact mode works with ddp, zero1, zero2, fsdp, hsdp, pp and their combinations: --layout fsdp",
         )
+
+
+def _refuse_sequence_shards(
+    shards: int, layout: Layout, mesh: Mesh, settings: Settings
+) -> Iterator[PacelineError]:
+    """Yield an error if a layout or setting does not support a fixed number of sequence shards."""
+    name = f"--place.sequence_shards {shards}"
+    if not settings.train.exact:
+        yield UsageError(
+            f"{name} has an effect only in exact mode.",
+            cause="without exact mode, cp splits a sequence into as many parts as there are cp ranks",
+            hint="--train.exact, or leave --place.sequence_shards out",
+        )
+        return
+    if shards % mesh.cp:
+        yield UsageError(
+            f"{name} can't be divided by cp={mesh.cp}.",
+            cause="every cp rank computes the same number of parts of a sequence",
+            hint=f"--place.sequence_shards {-(-shards // mesh.cp) * mesh.cp} for a new run, or a cp that divides "
+            f"{shards}",
+        )
+    axes = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1]
+    unsupported = {
+        f"--layout {layout}": (bool(axes), f"{' and '.join(axes)} would also split the sums of a part over ranks"),
+        "--layout threads": (layout.kind is LayoutKind.THREADS, "replicas in threads share the model's modules"),
+        "--train.compile": (settings.train.compile, "the parts of a sequence run in threads that take turns"),
+    }
+    for other, (is_used, cause) in unsupported.items():
+        if is_used:
+            yield UsageError(
+                f"{name} with {other} is not supported.",
+                cause=cause,
+                hint="cp, ddp, zero1, zero2, fsdp, hsdp, pp and their combinations, without --train.compile",
+            )
 
 
 def _refuse_missing_tensor_plan(mesh: Mesh, settings: Settings) -> Iterator[PacelineError]:
