@@ -8,7 +8,6 @@ gradient and replicas work as in ZeRO-2, and a unit may be any module. With repl
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from paceline.parallel.sharding.unit_guard import UnitGuards
 from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
 from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
+from paceline.torch_internals.fsdp_units import GatheredUnits
 from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 
@@ -72,8 +72,6 @@ def shard_zero3(
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
     scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
     ignored = {p for n, p in model.named_parameters() if n in excluded}
-    if has_several_forwards:
-        options = replace(options, reshard=False)
     contexts = [*([expose_local_shards] if base_specs else []), *([keep_gradient_order] if grid is not None else [])]
     guards = _apply_fully_shard(
         model, data_groups, options, ignored=ignored | set(scalars.values()),
@@ -90,9 +88,9 @@ def shard_zero3(
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
     all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
-    if has_several_forwards and isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(False)
-    sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=absent_names is not None)
+    sync = _PostUpdateSync(
+        model, all_gather_scalars, is_pipelined=absent_names is not None, stays_gathered=has_several_forwards
+    )
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
         row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
@@ -114,16 +112,22 @@ class _PostUpdateSync:
     Backward usually reshards the units. But the root unit stays gathered, with outdated values, after an evaluation, or
     if the model's output is an object that hides its tensors. In a pipeline, `fully_shard` does not see the end of the
     model's forward. `reshard` then affects only units with `reshard_after_forward`, so `__call__` switches this option
-    on for a moment.
+    on for a moment. With `stays_gathered`, only this object frees units.
     """
 
-    def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:
+    def __init__(
+        self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool, stays_gathered: bool
+    ) -> None:
         self._pipelined_model = model if is_pipelined and isinstance(model, FSDPModule) else None
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._all_gather_scalars = all_gather_scalars
+        self._gathered_units = GatheredUnits(self._sharded) if stays_gathered else None
 
     def __call__(self) -> None:
         self._all_gather_scalars()
+        if self._gathered_units is not None:
+            self._gathered_units.free()
+            return
         if self._pipelined_model is not None:
             self._pipelined_model.set_reshard_after_forward(True, recurse=False)
         for module in self._sharded:
