@@ -67,7 +67,7 @@ def _chosen(asked: argparse.Namespace) -> list[matrix_cases.Case]:
         more["params"] = asked.params
     settings = {"train.exact": True} if asked.exact else {}
     settings |= {"init.limit": asked.limit} if asked.limit else {}
-    settings |= {"place.sequence_shards": asked.sequence_shards} if asked.sequence_shards else {}
+    settings |= {"train.sequence_shards": asked.sequence_shards} if asked.sequence_shards else {}
     if settings:
         more["settings"] = settings
     if asked.case:
@@ -94,7 +94,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--checks", nargs="+")
     parser.add_argument("--params", type=json.loads, help='of the model, as JSON: {"depth": 8}')
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--sequence-shards", type=int, help="place.sequence_shards: exact cp")
+    parser.add_argument("--sequence-shards", type=int, help="train.sequence_shards: exact cp")
     parser.add_argument("--limit", type=int, help="init.limit: a model above it is whole nowhere at the start")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", help="write the answers there")

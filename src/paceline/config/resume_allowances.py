@@ -34,7 +34,7 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accep
     "data.drop_last": "drop_last",
     "data.sample_seeds": "sample_seeds",
     "data.shards": None,
-    "place.sequence_shards": "sequence_shards",
+    "train.sequence_shards": "sequence_shards",
 }
 
 REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far

@@ -19,7 +19,7 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
-Shards = Annotated[int, Meta(ge=2, le=1024)]
+SequenceShards = Annotated[int, Meta(ge=2, le=1024)]
 Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 
@@ -28,6 +28,7 @@ class Train:
     """Settings for the length, precision and safety of training.
 
     `check_every` is the number of steps between two comparisons of the replicas' weights; 0 means no comparison.
+    `sequence_shards` is the number of parts in which exact mode computes each sequence, on any number of cp ranks.
     """
 
     steps: CountOrZero | None = None
@@ -40,6 +41,7 @@ class Train:
     max_grad_norm: Norm | None = None
     precision: Precision = "fp32"
     exact: bool = False
+    sequence_shards: SequenceShards | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
     spike_sigma: Norm = 10.0
@@ -155,8 +157,7 @@ class PlacementSettings:
     `units` are class names, patterns of fully qualified names (FQNs, such as `layers.*`), or the least number of
     elements of a unit. `blocks` are the FQNs of the blocks in the order of the forward. `stages` has the number of
     blocks of each stage. `cut` is the method by which the model is cut into stages. `replicate` are FQN patterns of
-    modules that tp does not split. `sequence_shards` is the number of parts in which exact mode computes each sequence,
-    on any number of cp ranks.
+    modules that tp does not split.
     """
 
     units: tuple[str, ...] = ()
@@ -168,7 +169,6 @@ class PlacementSettings:
     cut: Literal["auto", "chain", "export"] = "auto"
     tensor_plan: str | None = None
     replicate: tuple[str, ...] = ()
-    sequence_shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

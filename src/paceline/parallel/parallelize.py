@@ -11,6 +11,7 @@ from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import LayoutError
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.compile import compile_blocks
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
@@ -97,6 +98,7 @@ class PipelineStages:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example_run is not None
+        has_shards = isinstance(request.context_parallel, ExactContextParallel)
         has_remat = parse_remat(request.layout.remat).is_on
         placement.pipeline_model = build_pipeline_model(
             placement.model,
@@ -106,7 +108,8 @@ class PipelineStages:
             call=request.example_run,
             settings=request.settings,
             report=request.report,
-            can_split_backward=worlds.mesh.zero != 3 and not has_remat and not request.is_compiled,
+            can_split_backward=not (worlds.mesh.zero == 3 or has_remat or request.is_compiled or has_shards),
+            has_sequence_shards=has_shards,
             time_modules=make_block_timer(
                 placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
             ),

@@ -137,7 +137,7 @@ class Placement:
     @property
     def num_sequence_shards(self) -> int:
         """The number of sequence shards that this rank computes under exact context parallelism, or else 1."""
-        context = self.context_parallel
+        context = self.request.context_parallel
         return len(context.shard_numbers) if isinstance(context, ExactContextParallel) else 1
 
     def apply_data_parallel(

@@ -223,12 +223,12 @@ def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int
     microbatch = replica.slice_microbatch(batch)
     if replica.exact_context is None:
         with open_all(replica.forward_contexts):
-            on_output(*_evaluate_part(replica, microbatch, num_samples=num_samples))
+            on_output(*evaluate_part(replica, microbatch, num_samples=num_samples))
         return
 
     def evaluate_shard(position: int) -> tuple[Any, Terms, Any]:
         with open_all(replica.forward_contexts):
-            return _evaluate_part(replica, microbatch.shards[position], num_samples=num_samples)
+            return evaluate_part(replica, microbatch.shards[position], num_samples=num_samples)
 
     results = replica.exact_context.run(evaluate_shard, length=microbatch.length)
     with open_all(replica.forward_contexts):
@@ -236,7 +236,8 @@ def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int
             on_output(output, terms, data)
 
 
-def _evaluate_part(replica: ReplicaContext, part: LocalMicrobatch, *, num_samples: int) -> tuple[Any, Terms, Any]:
+def evaluate_part(replica: ReplicaContext, part: LocalMicrobatch, *, num_samples: int) -> tuple[Any, Terms, Any]:
+    """Run the forward of one part of a microbatch; return the output, its loss terms, and the part's data."""
     with part.forward_context():
         output = replica.contract.forward(replica.model, part.data)
     return output, replica.contract.terms(output, part.data, num_samples=num_samples), part.data

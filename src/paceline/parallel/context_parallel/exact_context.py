@@ -1,6 +1,6 @@
 """Exact context parallelism: the same bits for any number of `cp` ranks that divides the number of sequence shards.
 
-The user fixes the number of shards of a sequence (`place.sequence_shards`). A shard is to the model what a rank is in
+The user fixes the number of shards of a sequence (`train.sequence_shards`). A shard is to the model what a rank is in
 plain context parallelism: it has an early and a late chunk, its own forward and backward, and its place in the ring.
 Each rank computes some neighbouring shards, one after another. So every kernel has the same operands on any number of
 ranks, and a ring merges keys in an order that only the shards determine. The gradients and loss terms of the shards are
@@ -145,7 +145,7 @@ def _refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
     for name in (*before, *after):
         if name not in before or name not in after or not _is_same(before[name], after[name]):
             raise LayoutError(
-                f"the forward writes to {name} of the model, and place.sequence_shards computes several parts of a "
+                f"the forward writes to {name} of the model, and train.sequence_shards computes several parts of a "
                 "sequence in turn on one rank: another part would read the value.",
                 cause="a value that is stored in the forward and read later: a counter, a cache, an auxiliary loss",
                 hint="pass the value as an argument, or return it; or leave --train.exact out",

@@ -100,7 +100,7 @@ class ShardWorld(World):
                 part.view(shape).clone() for part, shape in zip(torch.cat(parts).split(sizes), shapes, strict=True)
             ]
 
-        posted = _dense(tensor.detach())
+        posted = _dense(tensor)
         gathered: list[Tensor] = self.exchange.post(posted, position=self._position, complete=gather)()
         return gathered
 
@@ -130,7 +130,7 @@ class ShardWorld(World):
             return messages, world.start_ring_shift(sent, shapes=messages[0].shapes)
 
         position = self._position
-        message = _Message(tensors=[_dense(tensor.detach()) for tensor in tensors], shapes=shapes)
+        message = _Message(tensors=[_dense(tensor) for tensor in tensors], shapes=shapes)
         wait_for_round = self.exchange.post(message, position=position, complete=shift)
 
         def receive() -> list[Tensor]:
@@ -141,6 +141,12 @@ class ShardWorld(World):
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor in the memory layout of a received message: contiguous and aligned."""
-    tensor = tensor.contiguous()
+    """Return the tensor in the memory layout of a received message: contiguous and aligned.
+
+    Raises:
+        RuntimeError: the tensor is on the meta device, as in the placeholder of another pipeline stage.
+    """
+    if tensor.is_meta:
+        raise RuntimeError("a tensor on the meta device can't be sent to another sequence shard")
+    tensor = tensor.detach().contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT_BYTES else tensor

@@ -125,13 +125,13 @@ class _PostUpdateSync:
 
     def __call__(self) -> None:
         self._all_gather_scalars()
-        if self._gathered_units is not None:
-            self._gathered_units.free()
-            return
         if self._pipelined_model is not None:
             self._pipelined_model.set_reshard_after_forward(True, recurse=False)
-        for module in self._sharded:
-            module.reshard()
+        if self._gathered_units is not None:
+            self._gathered_units.free()
+        else:
+            for module in self._sharded:
+                module.reshard()
         if self._pipelined_model is not None:
             self._pipelined_model.set_reshard_after_forward(False, recurse=False)
 

@@ -18,7 +18,7 @@ _INEXACT_REASONS = {
 def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[PacelineError]:
     """Return an error for each setting that this layout does not support."""
     train = settings.train
-    shards = settings.place.sequence_shards
+    shards = settings.train.sequence_shards
     errors = list(_refuse_exact(mesh, has_shards=shards is not None)) if train.exact else []
     errors += [] if shards is None else _refuse_sequence_shards(shards, layout, mesh, settings)
     if train.compile and mesh.tp > 1:
@@ -69,9 +69,9 @@ def _refuse_exact(mesh: Mesh, *, has_shards: bool) -> Iterator[PacelineError]:
     axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1 and not (axis == "cp" and has_shards)]
     if axes == ["cp"]:
         yield UsageError(
-            "exact mode with cp needs place.sequence_shards, the number of parts of each sequence.",
+            "exact mode with cp needs train.sequence_shards, the number of parts of each sequence.",
             cause="ring attention and the gradients add the parts of a sequence, so the parts must not depend on cp",
-            hint=f"--place.sequence_shards {mesh.cp}, and the same number on any other number of ranks; "
+            hint=f"--train.sequence_shards {mesh.cp}, and the same number on any other number of ranks; "
             "or --layout fsdp without it",
         )
     elif axes:
@@ -86,19 +86,19 @@ def _refuse_sequence_shards(
     shards: int, layout: Layout, mesh: Mesh, settings: Settings
 ) -> Iterator[PacelineError]:
     """Yield an error if a layout or setting does not support a fixed number of sequence shards."""
-    name = f"--place.sequence_shards {shards}"
+    name = f"--train.sequence_shards {shards}"
     if not settings.train.exact:
         yield UsageError(
             f"{name} has an effect only in exact mode.",
             cause="without exact mode, cp splits a sequence into as many parts as there are cp ranks",
-            hint="--train.exact, or leave --place.sequence_shards out",
+            hint="--train.exact, or leave --train.sequence_shards out",
         )
         return
     if shards % mesh.cp:
         yield UsageError(
             f"{name} can't be divided by cp={mesh.cp}.",
             cause="every cp rank computes the same number of parts of a sequence",
-            hint=f"--place.sequence_shards {-(-shards // mesh.cp) * mesh.cp} for a new run, or a cp that divides "
+            hint=f"--train.sequence_shards {-(-shards // mesh.cp) * mesh.cp} for a new run, or a cp that divides "
             f"{shards}",
         )
     axes = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1]

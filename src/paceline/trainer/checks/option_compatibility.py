@@ -34,7 +34,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     problems += step_rule(plan.update_rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
     if train_settings.exact:
-        problems += _check_exact(plan, train_settings.precision, settings.place.sequence_shards)
+        problems += _check_exact(plan, train_settings.precision, settings.train.sequence_shards)
     problems += _check_split_model(job, plan)
     if plan.replicas > plan.processes:
         problems += thread_layout_errors(buffers=train_settings.buffers, compiled=train_settings.compile)

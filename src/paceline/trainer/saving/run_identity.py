@@ -40,7 +40,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "max_grad_norm": setup.settings.train.max_grad_norm,
         "ema": setup.job.ema,
         "exact": setup.settings.train.exact,
-        "sequence_shards": setup.settings.place.sequence_shards,
+        "sequence_shards": setup.settings.train.sequence_shards,
         "kernels": kernel_fingerprint(),
         "precision": setup.settings.train.precision,
         "buffers": setup.settings.train.buffers,

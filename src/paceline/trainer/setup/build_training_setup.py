@@ -300,7 +300,7 @@ def _parallelize_replica(
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
-    if set(plan.mesh.split_axes) - set(DATA_AXES) or settings.place.sequence_shards:
+    if set(plan.mesh.split_axes) - set(DATA_AXES) or settings.train.sequence_shards:
         example.learn_loss() if initial_model.deferred_model is None else initial_model.deferred_model.run_with_values(
             example.learn_loss
         )
@@ -310,7 +310,7 @@ def _parallelize_replica(
         contract=contract,
         worlds=worlds,
         example=example,
-        sequence_shards=settings.place.sequence_shards,
+        sequence_shards=settings.train.sequence_shards,
     )
     if plan.mesh.ep > 1 and is_model_small(model) and not worlds.all_ranks.is_simulated:
         try_expert_parallel(model=model, contract=contract, example=example)
