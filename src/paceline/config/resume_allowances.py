@@ -12,7 +12,8 @@ from paceline.errors import PacelineError, UsageError
 
 ALLOWED_DIFFERENCES = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
-    "ema", "job", "exact", "tensor_shards", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
+    "ema", "job", "exact", "tensor_shards", "sequence_shards", "kernels", "precision", "buffers", "drop_last",
+    "sample_seeds", "update", "compress",
 )  # fmt: skip
 """The names that `--allow` accepts: what a resume compares with the checkpoint.
 
@@ -34,6 +35,7 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accep
     "data.drop_last": "drop_last",
     "data.sample_seeds": "sample_seeds",
     "data.shards": None,
+    "train.sequence_shards": "sequence_shards",
 }
 
 REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far

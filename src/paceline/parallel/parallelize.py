@@ -11,6 +11,7 @@ from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import LayoutError
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.compile import compile_blocks
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
@@ -97,6 +98,7 @@ class PipelineStages:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example_run is not None
+        has_shards = isinstance(request.context_parallel, ExactContextParallel)
         has_remat = parse_remat(request.layout.remat).is_on
         placement.pipeline_model = build_pipeline_model(
             placement.model,
@@ -106,7 +108,8 @@ class PipelineStages:
             call=request.example_run,
             settings=request.settings,
             report=request.report,
-            can_split_backward=worlds.mesh.zero != 3 and not has_remat and not request.is_compiled,
+            can_split_backward=not (worlds.mesh.zero == 3 or has_remat or request.is_compiled or has_shards),
+            has_sequence_shards=has_shards,
             time_modules=make_block_timer(
                 placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
             ),
@@ -247,7 +250,11 @@ class FixedPoint:
         """Create the grid."""
         assert placement.tied_uses is not None
         placement.grid = build_fixed_point_grid(
-            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds
+            placement.named_parameters,
+            placement.tied_uses,
+            placement.pipeline_model,
+            placement.request.worlds,
+            num_backwards=placement.num_sequence_shards,
         )
 
 
@@ -411,7 +418,12 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
 
 
 def build_fixed_point_grid(
-    members: Sequence[NamedParameter], tied_uses: TiedUses, pipeline_model: PipelineModel | None, worlds: MeshGroups
+    members: Sequence[NamedParameter],
+    tied_uses: TiedUses,
+    pipeline_model: PipelineModel | None,
+    worlds: MeshGroups,
+    *,
+    num_backwards: int = 1,
 ) -> FixedPointGrid:
     """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
 
@@ -427,7 +439,12 @@ def build_fixed_point_grid(
             hint="a separate module for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    grid = FixedPointGrid(names=[m.name for m in members], extra_worlds=[worlds.pp, worlds.tp], tied_uses=tied_uses)
+    grid = FixedPointGrid(
+        names=[m.name for m in members],
+        extra_worlds=[worlds.pp, worlds.tp],
+        tied_uses=tied_uses,
+        num_backwards=num_backwards,
+    )
     if ties:
         tied_uses.multi_stage_names = frozenset(ties)
         grid.set_ties(ExactTies(ties, world=worlds.pp))

@@ -34,7 +34,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     problems += step_rule(plan.update_rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
     if train_settings.exact:
-        problems += _check_exact(plan, train_settings.precision)
+        problems += _check_exact(plan, train_settings.precision, settings.train.sequence_shards)
     problems += _check_split_model(job, plan)
     if plan.replicas > plan.processes:
         problems += thread_layout_errors(buffers=train_settings.buffers, compiled=train_settings.compile)
@@ -156,7 +156,7 @@ def _check_split_model(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return problems
 
 
-def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
+def _check_exact(plan: ExecutionPlan, precision: str, sequence_shards: int | None) -> list[PacelineError]:
     problems: list[PacelineError] = []
     if plan.device != "cpu":
         problems.append(UsageError("exact mode is proven on CPUs only so far.", hint="--device cpu"))
@@ -164,10 +164,12 @@ def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
         problems.append(
             UsageError("exact mode with fp16 is not supported: its loss scale may differ.", hint="bf16 or fp32")
         )
-    if plan.num_micro > MAX_MICROBATCHES:
+    if plan.num_micro * (sequence_shards or 1) > MAX_MICROBATCHES:
+        shards = f" of {sequence_shards} sequence shards" if sequence_shards else ""
         problems.append(
             UsageError(
-                f"exact mode adds at most {MAX_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
+                f"exact mode adds at most {MAX_MICROBATCHES} gradients, but this run has {plan.num_micro} "
+                f"microbatches{shards}.",
                 hint="a larger --train.micro_batch_size",
             )
         )

@@ -301,11 +301,19 @@ def _parallelize_replica(
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
-    if set(plan.mesh.split_axes) - set(DATA_AXES) or settings.train.tensor_shards:
+    has_shards = bool(settings.train.tensor_shards or settings.train.sequence_shards)
+    if set(plan.mesh.split_axes) - set(DATA_AXES) or has_shards:
         example.learn_loss() if initial_model.deferred_model is None else initial_model.deferred_model.run_with_values(
             example.learn_loss
         )
-    context = build_context_parallel(job, model=model, contract=contract, worlds=worlds, example=example)
+    context = build_context_parallel(
+        job,
+        model=model,
+        contract=contract,
+        worlds=worlds,
+        example=example,
+        sequence_shards=settings.train.sequence_shards,
+    )
     if plan.mesh.ep > 1 and is_model_small(model) and not worlds.all_ranks.is_simulated:
         try_expert_parallel(model=model, contract=contract, example=example)
     unchecked_axes = [] if is_model_small(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
