@@ -250,12 +250,9 @@ class FixedPoint:
         """Create the grid."""
         assert placement.tied_uses is not None
         placement.grid = build_fixed_point_grid(
-            placement.named_parameters,
-            placement.tied_uses,
-            placement.pipeline_model,
-            placement.request.worlds,
+            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds,
             num_backwards=placement.num_sequence_shards,
-        )
+        )  # fmt: skip
 
 
 class FullSharding:

@@ -31,7 +31,7 @@ class _Round:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What a shard gives to the next one, and the shapes that it expects from the previous one."""
+    """The tensors that a shard gives to the next one, and the shapes that it expects from the previous one."""
 
     tensors: list[Tensor]
     shapes: Sequence[Shape]
@@ -133,7 +133,9 @@ class ShardWorld(World):
 
         def receive() -> list[Tensor]:
             messages, wait_for_process = wait_for_round()
-            return wait_for_process() if position == 0 else messages[position - 1].tensors
+            if position:
+                return messages[position - 1].tensors
+            return wait_for_process()  # type: ignore[no-any-return]
 
         return receive
 

@@ -83,7 +83,8 @@ class TiedUses:
             return
         use = parameter.view_as(parameter)
         use.register_hook(partial(self._store_gradient, name))
-        module.__dict__[attribute] = current.with_parameter(use) if hasattr(current, "with_parameter") else use
+        replaced_with_view = getattr(current, "with_parameter", None)
+        module.__dict__[attribute] = use if replaced_with_view is None else replaced_with_view(use)
 
     def _remove_view(self, module: nn.Module, *_: Any, attribute: str) -> None:
         """Put back what was in the weight's place before the call."""

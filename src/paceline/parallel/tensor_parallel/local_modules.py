@@ -1,4 +1,4 @@
-"""Run modules with the role `local` (experts) on the shards of their parameters, and sum their outputs over the ranks."""
+"""Run modules with the role `local` (experts) on the shards of their parameters, and sum the outputs over the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,7 +55,7 @@ class _LogicalForward:
             for path, submodule in module.named_modules()
             for key, _ in submodule.named_parameters(recurse=False)
         ]
-        module.forward = self.run  # type: ignore[method-assign]
+        module.forward = self.run
 
     def remove(self) -> None:
         """Restore the module's forward."""
@@ -66,7 +66,7 @@ class _LogicalForward:
         group = self._group
         inputs = _map_tensors((args, kwargs), lambda x: _read_full(x, group))
         pieces = [
-            (submodule, key, local_piece(submodule._parameters[key], sharding, group))  # type: ignore[arg-type]
+            (submodule, key, local_piece(submodule._parameters[key], sharding, group))
             for submodule, key, sharding in self._parameters
         ]
         states, outputs = get_rng_states(), []

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from paceline.config.merge_settings import default_value
-from paceline.config.settings import PlacementSettings, Settings
+from paceline.config.settings import Settings
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
 from paceline.parallel.data_parallel.exact_reduction import MAX_MICROBATCHES
@@ -71,11 +71,9 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return []
 
 
-def unused_placement_notes(
-    placement: PlacementSettings, plan: ExecutionPlan, *, tensor_shards: int | None = None
-) -> list[str]:
+def unused_placement_notes(settings: Settings, plan: ExecutionPlan) -> list[str]:
     """Return notes about placement settings for an axis that this layout does not have."""
-    mesh, uses_tensors = plan.mesh, plan.mesh.tp > 1 or tensor_shards is not None
+    mesh, uses_tensors = plan.mesh, plan.mesh.tp > 1 or settings.train.tensor_shards is not None
     users = {
         "place.units": ("fsdp gathers", mesh.zero == 3),
         "place.reshard": ("fsdp gathers", mesh.zero == 3),
@@ -89,7 +87,7 @@ def unused_placement_notes(
     return [
         f"note: {name} sets how {user}, which does not apply to {plan.layout}"
         for name, (user, is_used) in users.items()
-        if not is_used and getattr(placement, name.partition(".")[2]) != default_value(name)
+        if not is_used and getattr(settings.place, name.partition(".")[2]) != default_value(name)
     ]
 
 

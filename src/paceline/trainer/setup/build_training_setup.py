@@ -190,8 +190,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
     refuse_compiled_model(models[0], plan)
     named_parameters = [trainable_parameters(model) for model in models]
-    notes = unused_placement_notes(settings.place, plan, tensor_shards=settings.train.tensor_shards)
-    notes += [*initial_models[0].notes, *set_train_mode(models)]
+    notes = [*unused_placement_notes(settings, plan), *initial_models[0].notes, *set_train_mode(models)]
     notes += _broadcast_initial_weights(models[0], world) if initial_models[0].is_whole else []
     notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
     shared_model = rule.share_model(models[0], world=world)

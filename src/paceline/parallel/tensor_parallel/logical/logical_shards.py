@@ -16,27 +16,10 @@ from paceline.errors import LayoutError
 from paceline.torch_internals.private_api import make_wrapper_tensor
 
 # These functions return the same value for each shard, or one new tensor that does not depend on the shard's values.
-_SHARD_INDEPENDENT = frozenset(
-    [
-        "dim",
-        "ndimension",
-        "size",
-        "numel",
-        "nelement",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_inference",
-        "get_device",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_tensor",
-    ]
-)
+_SHARD_INDEPENDENT = frozenset((
+    "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "is_inference", "get_device", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+))  # fmt: skip
 _WRAPPER_ATTRIBUTES = frozenset((Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__))  # type: ignore[attr-defined]
 
 
