@@ -132,10 +132,9 @@ class ShardWorld(World):
         wait_for_round = self.exchange.post(message, position=position, complete=shift)
 
         def receive() -> list[Tensor]:
-            messages, wait_for_process = wait_for_round()
-            if position:
-                return messages[position - 1].tensors
-            return wait_for_process()  # type: ignore[no-any-return]
+            round_result: tuple[list[_Message], Callable[[], list[Tensor]]] = wait_for_round()
+            messages, wait_for_process = round_result
+            return messages[position - 1].tensors if position else wait_for_process()
 
         return receive
 

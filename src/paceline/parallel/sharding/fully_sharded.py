@@ -6,25 +6,31 @@ gradient and replicas work as in ZeRO-2, and a unit may be any module. With repl
 "PyTorch FSDP", VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.parallel.sharding.fsdp_options import FullShardOptions
+from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits, parameter_view
 from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
 from paceline.parallel.sharding.unit_gradient_order import keep_gradient_order
 from paceline.parallel.sharding.unit_guard import UnitGuards
+from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
 from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
+from paceline.torch_internals.fsdp_units import GatheredUnits
 from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 
@@ -83,6 +89,104 @@ def shard_zero3(
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
     all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
     sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=is_pipelined, stays_gathered=has_several_forwards)
+    leaves = [leaf_by_name[shard.name] for shard in row_shards]
+    reducer = ScatterReducer(
+        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
+        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order_check,
+    )  # fmt: skip
+    return ShardedModel(
+        row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,
+        shard_specs={
+            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], shard_world.rank) for n in local_parameters
+        },
+        local_tensors={name: _local_tensor(p) for name, p in local_parameters.items()},
+        leaf_parameters=leaves, data_groups=data_groups,
+    )  # fmt: skip
+
+
+class _PostUpdateSync:
+    """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
+
+    Backward usually reshards the units. But the root unit stays gathered, with outdated values, after an evaluation, or
+    if the model's output is an object that hides its tensors. In a pipeline, `fully_shard` does not see the end of the
+    model's forward. `reshard` then affects only units with `reshard_after_forward`, so `__call__` switches this option
+    on for a moment. With `stays_gathered`, only this object frees units.
+    """
+
+    def __init__(
+        self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool, stays_gathered: bool
+    ) -> None:
+        self._pipelined_model = model if is_pipelined and isinstance(model, FSDPModule) else None
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._all_gather_scalars = all_gather_scalars
+        self._gathered_units = GatheredUnits(self._sharded) if stays_gathered else None
+
+    def __call__(self) -> None:
+        self._all_gather_scalars()
+        if self._pipelined_model is not None:
+            self._pipelined_model.set_reshard_after_forward(True, recurse=False)
+        if self._gathered_units is not None:
+            self._gathered_units.free()
+        else:
+            for module in self._sharded:
+                module.reshard()
+        if self._pipelined_model is not None:
+            self._pipelined_model.set_reshard_after_forward(False, recurse=False)
+
+
+def _apply_fully_shard(
+    model: nn.Module,
+    data_groups: DataGroups,
+    options: FullShardOptions,
+    *,
+    ignored: set[nn.Parameter],
+    is_pipelined: bool,
+    contexts: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
+) -> UnitGuards:
+    """Apply `fully_shard` to the units and the model; return the guards of the units.
+
+    A guard raises an error where a unit would silently behave differently than in one process: see `unit_guard`.
+    `fully_shard` registers the hooks of a unit inside the contexts that the functions in `contexts` return for this
+    unit. `ignored` are the parameters that are not sharded.
+    """
+    device = data_groups.shard_world.device.type
+    assert data_groups.shard_world.group is not None
+    mesh = DeviceMesh.from_group(data_groups.shard_world.group, device, mesh_dim_names=("dp_shard",))
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if options.offload else OffloadPolicy()
+    units = [
+        unit for unit in find_units(model, choice=options.units).values() if not ignored.issuperset(unit.parameters())
+    ]
+    _refuse_mixed_dtypes([*units, model], model, ignored)
+    guards = UnitGuards(model, [*units, model], world=data_groups.shard_world, is_pipelined=is_pipelined)
+    for unit in [*units, model]:
+        output_dtype = torch.float32 if options.param_dtype is not None and unit is model else None
+        with ExitStack() as stack:
+            for context in (guards.add_hooks_around, *contexts):
+                stack.enter_context(context(unit))
+            unit.register_forward_hook(lambda unit, _, output: guards.watch_output(unit, _clone_views(output)))
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=False if is_pipelined and unit is model else options.reshard,
+                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output_dtype),
+                offload_policy=offload,
+                ignored_params=ignored,
+            )
+    if is_pipelined and isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(False, recurse=False)
+    _set_prefetch(model, options.prefetch)
+    return guards
+
+
+def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | None = None) -> ShardSpecs:
+    """Return the shard spec of each parameter on this rank of `world`, without scalars, which are not sharded.
+
+    `base_specs` are the shard specs, after tensor parallelism, of the parameters to shard; None means that all
+    parameters are sharded, and are full tensors before.
+    """
+    specs_before = (
+        {n: ShardSpec.full(p.shape) for n, p in model.named_parameters()} if base_specs is None else base_specs
+    )
     shardable = [(n, p) for n, p in model.named_parameters() if p.dim() and n in specs_before]
     parameters = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(shardable)]
     row_splits = make_row_splits(parameters, num_shards=world.world_size)
