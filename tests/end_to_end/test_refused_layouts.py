@@ -89,7 +89,7 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "half a schedule": ("pp,schedule=./half.txt", 2, (), "schedule 'half'"),
     "a schedule for other ranks": ("pp=2,schedule=./three.txt", 2, (), "is for 3 ranks, but this layout has pp=2"),
     "exact tp": ("tp", 2, ("--train.exact",), "exact mode with tp is not supported"),
-    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp is not supported"),
+    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp needs --train.sequence_shards"),
     "exact ep": ("ep", 2, ("--train.exact",), "exact mode with ep is not supported"),
     "sync_bn tp": ("tp", 2, ("--train.buffers", "sync_bn"), "sync_bn with tp=2 is not supported"),
     "compiled tp": ("tp", 2, ("--train.compile",), "--train.compile with tp is not supported"),

@@ -97,7 +97,9 @@ class TotalsReduction:
         """Store the terms of the microbatch with this index, or of one of its sequence shards."""
         if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
-        self._slots[microbatch * self._num_shards + shard] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        self._slots[microbatch * self._num_shards + shard] = {
+            name: (total.detach(), count) for name, (total, count) in terms.items()
+        }
 
     def start(self) -> None:
         """Start the all-reduce. Ranks without a microbatch call this too."""
@@ -212,7 +214,9 @@ class TotalsReduction:
 
     def _pack_on_device(self, width: int) -> Tensor:
         device = self._world.device
-        vector = torch.zeros(_NUM_FLAGS + self._num_micro * self._num_shards * width, dtype=torch.float64, device=device)
+        vector = torch.zeros(
+            _NUM_FLAGS + self._num_micro * self._num_shards * width, dtype=torch.float64, device=device
+        )
         vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
         for index, terms in self._slots.items():
             for position, part in enumerate(part for name in self.names for part in terms.get(name, (0.0, 0.0))):

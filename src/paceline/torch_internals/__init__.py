@@ -10,6 +10,7 @@ Start with `private_api.py`.
   dispatch modes.
 - `flight_recorder.py`: The flight recorder of torch, which knows the collectives of a process that have not completed,
   whoever started them.
+- `fsdp_units.py`: Private parts of `fully_shard`: keep units gathered until the caller frees them.
 - `function_signatures.py`: The signatures of the torch functions that this library overrides, and the binding of call
   arguments to them.
 - `private_api.py`: Code that uses private torch APIs, which are not documented.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
+from paceline.config.layout import parse_layout
 from paceline.config.settings import Settings, Train
 from paceline.errors import LayoutError, RunError
 from paceline.examples.text import GPT
@@ -20,7 +21,6 @@ from paceline.parallel.context_parallel.exact_context import ExactContextParalle
 from paceline.parallel.context_parallel.ring_attention import Ring
 from paceline.parallel.context_parallel.shard_threads import ShardThreads
 from paceline.planner.layout.layout_checks import check_layout_settings
-from paceline.config.layout import parse_layout
 from paceline.planner.layout.mesh import Mesh
 from paceline.torch_internals.private_api import run_backward
 from tests.conftest import Shop
@@ -135,7 +135,7 @@ def test_each_shard_has_its_own_generator() -> None:
 @pytest.mark.parametrize(
     ("layout", "mesh", "train", "words"),
     [
-        ("cp", Mesh(cp=2), Train(exact=True), "exact mode with cp needs train.sequence_shards"),
+        ("cp", Mesh(cp=2), Train(exact=True), "exact mode with cp needs --train.sequence_shards"),
         ("cp", Mesh(cp=2), Train(sequence_shards=4), "has an effect only in exact mode"),
         ("cp", Mesh(cp=3), Train(exact=True, sequence_shards=4), "can't be divided by cp=3"),
         ("tp", Mesh(tp=2), Train(exact=True, sequence_shards=4), "with --layout tp is not supported"),
@@ -181,7 +181,15 @@ def test_one_digest_on_cp_1_and_2(tmp_path: Path) -> None:
 
 
 COMMON = (
-    *("--train.exact", "--train.sequence_shards", "4", "--train.micro_batch_size", "2", "--train.global_batch_size", "4"),
+    *(
+        "--train.exact",
+        "--train.sequence_shards",
+        "4",
+        "--train.micro_batch_size",
+        "2",
+        "--train.global_batch_size",
+        "4",
+    ),
     *("--job.dropout", "0.1", "--job.context", "33", "--eval.every", "1000"),
 )
 

@@ -7,7 +7,7 @@ ranks, and a ring merges keys in an order that only the shards determine. The gr
 separate summands, which exact mode adds as integers or in the order of the shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 

@@ -96,9 +96,7 @@ class ShardWorld(World):
             num_local = len(tensors)
             lengths = [(sum(sizes[n : n + num_local]),) for n in range(0, len(sizes), num_local)]
             parts = world.all_gather(torch.cat([part.flatten() for part in tensors]), shapes=lengths)
-            return [
-                part.view(shape).clone() for part, shape in zip(torch.cat(parts).split(sizes), shapes, strict=True)
-            ]
+            return [part.view(shape).clone() for part, shape in zip(torch.cat(parts).split(sizes), shapes, strict=True)]
 
         posted = _dense(tensor)
         gathered: list[Tensor] = self.exchange.post(posted, position=self._position, complete=gather)()
@@ -135,7 +133,8 @@ class ShardWorld(World):
 
         def receive() -> list[Tensor]:
             messages, wait_for_process = wait_for_round()
-            return wait_for_process() if position == 0 else messages[position - 1].tensors
+            received: list[Tensor] = wait_for_process() if position == 0 else messages[position - 1].tensors
+            return received
 
         return receive
 

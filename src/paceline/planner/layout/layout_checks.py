@@ -69,10 +69,10 @@ def _refuse_exact(mesh: Mesh, *, has_shards: bool) -> Iterator[PacelineError]:
     axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1 and not (axis == "cp" and has_shards)]
     if axes == ["cp"]:
         yield UsageError(
-            "exact mode with cp needs train.sequence_shards, the number of parts of each sequence.",
+            "exact mode with cp needs --train.sequence_shards.",
             cause="ring attention and the gradients add the parts of a sequence, so the parts must not depend on cp",
-            hint=f"--train.sequence_shards {mesh.cp}, and the same number on any other number of ranks; "
-            "or --layout fsdp without it",
+            hint=f"--train.sequence_shards {max(mesh.cp, 2)} here and in each run that must end in the same bits, "
+            "also on one rank; or --layout fsdp",
         )
     elif axes:
         yield UsageError(
@@ -82,9 +82,7 @@ def _refuse_exact(mesh: Mesh, *, has_shards: bool) -> Iterator[PacelineError]:
         )
 
 
-def _refuse_sequence_shards(
-    shards: int, layout: Layout, mesh: Mesh, settings: Settings
-) -> Iterator[PacelineError]:
+def _refuse_sequence_shards(shards: int, layout: Layout, mesh: Mesh, settings: Settings) -> Iterator[PacelineError]:
     """Yield an error if a layout or setting does not support a fixed number of sequence shards."""
     name = f"--train.sequence_shards {shards}"
     if not settings.train.exact:

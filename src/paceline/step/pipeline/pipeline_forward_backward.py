@@ -192,9 +192,7 @@ class _StepWork:
         """Return the context that the microbatch's backward runs in."""
         return self.microbatches[microbatch].backward_context()
 
-    def run_backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int
-    ) -> None:
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
         """Run the backward of a stage, or that of each sequence shard."""
         if self._shard_stages is None:
             with self.backward_context(microbatch=microbatch):
@@ -235,9 +233,7 @@ class _ForwardOnlyWork:
         """Return an empty context; there is no backward."""
         return nullcontext()
 
-    def run_backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int
-    ) -> None:
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
         """Do nothing; there is no backward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:

@@ -37,9 +37,7 @@ class StageWork(Protocol):
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context for a backward or half a backward. In it, recomputation sees the state of the forward."""
 
-    def run_backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int
-    ) -> None:
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
         """Run a full backward from these outputs of a stage, in its context."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:

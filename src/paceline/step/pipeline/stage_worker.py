@@ -45,9 +45,7 @@ class StageRunner:
         """Return an empty context."""
         return nullcontext()
 
-    def run_backward(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int
-    ) -> None:
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
         """Run the backward of a stage."""
         run_backward(outputs, gradients)
 
