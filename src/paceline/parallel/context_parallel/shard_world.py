@@ -31,7 +31,7 @@ class _Round:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What a shard gives to the next one, and the shapes that it expects from the previous one."""
+    """A message to the next shard: its tensors, and the shapes that the sender expects from the previous shard."""
 
     tensors: list[Tensor]
     shapes: Sequence[Shape]

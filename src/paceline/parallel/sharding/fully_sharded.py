@@ -78,8 +78,8 @@ def shard_zero3(
         is_pipelined=absent_names is not None, contexts=contexts,
     )  # fmt: skip
     if deferred_rows is not None:
-        device = torch.device("cpu") if options.offload else shard_world.device
-        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
+        device, ignored_ids = torch.device("cpu") if options.offload else shard_world.device, {id(p) for p in ignored}
+        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids=ignored_ids)
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
     local_parameters = {n: p for n, p in model.named_parameters() if n not in excluded}
@@ -87,10 +87,8 @@ def shard_zero3(
         _make_row_shard(m, local_parameters[m.name], splits, shard_world.rank, specs) for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
-    all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
-    sync = _PostUpdateSync(
-        model, all_gather_scalars, is_pipelined=absent_names is not None, stays_gathered=has_several_forwards
-    )
+    gather = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    sync = _PostUpdateSync(model, gather, is_pipelined=absent_names is not None, stays_gathered=has_several_forwards)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
         row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
