@@ -190,7 +190,7 @@ COMMON = (
         "--train.global_batch_size",
         "4",
     ),
-    *("--job.dropout", "0.1", "--job.context", "33", "--eval.every", "1000"),
+    *("--job.dropout", "0.1", "--job.context", "33", "--eval.every", "1000", "--eval.batch_size", "128"),
 )
 
 
