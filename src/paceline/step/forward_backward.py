@@ -65,7 +65,7 @@ class MicrobatchForwardBackward:
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run the forward and the backward of each microbatch."""
         local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
-        counts = self._gather_counts([part.data for local in local_microbatches for part in local.parts])
+        counts = self._gather_counts([part.data for local in local_microbatches for part in parts_of(local)])
         num_missing = self._stand_ins.count_missing(step_batch)
         reduction: TotalsReduction | None = None
         for position, (microbatch, local) in enumerate(zip(step_batch.micro, local_microbatches, strict=True)):
@@ -241,6 +241,11 @@ def evaluate_part(replica: ReplicaContext, part: LocalMicrobatch, *, num_samples
     with part.forward_context():
         output = replica.contract.forward(replica.model, part.data)
     return output, replica.contract.terms(output, part.data, num_samples=num_samples), part.data
+
+
+def parts_of(microbatch: LocalMicrobatch) -> Sequence[LocalMicrobatch]:
+    """Return the parts of a microbatch that have their own forward: its sequence shards, or the microbatch itself."""
+    return microbatch.shards or (microbatch,)
 
 
 def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:

@@ -93,11 +93,6 @@ class LocalMicrobatch:
     shards: Sequence["LocalMicrobatch"] = ()
     length: int = 0
 
-    @property
-    def parts(self) -> Sequence["LocalMicrobatch"]:
-        """The parts that have their own forward: the shards, or this part itself."""
-        return self.shards or (self,)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
@@ -165,12 +160,12 @@ class ReplicaContext:
             num_shards=1 if self.exact_context is None else self.exact_context.num_shards,
         )
 
-    @property
+    @cached_property
     def exact_context(self) -> ExactContextParallel | None:
         """Exact context parallelism, or None if sequences are not split into a fixed number of shards."""
         return self.context_parallel if isinstance(self.context_parallel, ExactContextParallel) else None
 
-    @property
+    @cached_property
     def shard_numbers(self) -> Sequence[int]:
         """The numbers of this rank's sequence shards; zero alone without exact context parallelism."""
         return range(1) if self.exact_context is None else self.exact_context.shard_numbers

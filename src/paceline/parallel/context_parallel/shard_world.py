@@ -31,7 +31,7 @@ class _Round:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """The tensors that a shard gives to the next one, and the shapes that it expects from the previous one."""
+    """A message to the next shard: its tensors, and the shapes that the sender expects from the previous shard."""
 
     tensors: list[Tensor]
     shapes: Sequence[Shape]
@@ -132,9 +132,9 @@ class ShardWorld(World):
         wait_for_round = self.exchange.post(message, position=position, complete=shift)
 
         def receive() -> list[Tensor]:
-            round_result: tuple[list[_Message], Callable[[], list[Tensor]]] = wait_for_round()
-            messages, wait_for_process = round_result
-            return messages[position - 1].tensors if position else wait_for_process()
+            messages, wait_for_process = wait_for_round()
+            received: list[Tensor] = wait_for_process() if position == 0 else messages[position - 1].tensors
+            return received
 
         return receive
 

@@ -99,7 +99,7 @@ def build_pipeline_model(
 
     `settings` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
     `report` receives a note. The stages are balanced by the seconds that `time_modules` returns.
-    With `has_sequence_shards`, a stage runs parts of a sequence; with a `deferred_model`, parameters are on meta.
+    With `has_sequence_shards`, sequences run in parts. With `deferred_model`, the parameters are on the meta device.
 
     Raises:
         LayoutError: the model can't be split into stages; the message gives the cause.

@@ -66,7 +66,7 @@ def shard_zero3(
             stage=2, model=model, named_parameters=named_parameters, data_groups=data_groups,
             grid=grid, base_specs=base_specs,
         )  # fmt: skip
-    excluded, is_pipelined = {*(absent_names or ()), *expert_names}, absent_names is not None
+    excluded = {*(absent_names or ()), *expert_names}
     parameters = _contiguous_parameters(model, excluded)
     splits = make_row_splits(parameters, num_shards=shard_world.world_size)
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
@@ -75,11 +75,11 @@ def shard_zero3(
     contexts = [*([expose_local_shards] if base_specs else []), *([keep_gradient_order] if grid is not None else [])]
     guards = _apply_fully_shard(
         model, data_groups, options, ignored=ignored | set(scalars.values()),
-        is_pipelined=is_pipelined, contexts=contexts,
+        is_pipelined=absent_names is not None, contexts=contexts,
     )  # fmt: skip
     if deferred_rows is not None:
-        device = torch.device("cpu") if options.offload else shard_world.device
-        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
+        device, ignored_ids = torch.device("cpu") if options.offload else shard_world.device, {id(p) for p in ignored}
+        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids=ignored_ids)
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
     local_parameters = {n: p for n, p in model.named_parameters() if n not in excluded}
@@ -87,8 +87,8 @@ def shard_zero3(
         _make_row_shard(m, local_parameters[m.name], splits, shard_world.rank, specs) for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
-    all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
-    sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=is_pipelined, stays_gathered=has_several_forwards)
+    gather = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    sync = _PostUpdateSync(model, gather, is_pipelined=absent_names is not None, stays_gathered=has_several_forwards)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
         row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,

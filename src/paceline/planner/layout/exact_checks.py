@@ -82,19 +82,23 @@ def _refuse_sequence_shards(shards: int, layout: Layout, mesh: Mesh, settings: S
             cause="each rank of cp computes the same number of parts of a sequence",
             hint=f"cp={math.gcd(mesh.cp, shards)}, or another number of shards in every run",
         )
-    if settings.train.tensor_shards is not None:
-        yield UsageError(
-            f"{name} with --train.tensor_shards is not supported.",
-            cause="the parts of a sequence would take turns within the sums over the parts of a weight",
-            hint="one of the two settings, with cp or with tp",
-        )
     yield from _refuse_threads(name, layout)
-    if settings.train.compile:
-        yield UsageError(
-            f"{name} with --train.compile is not supported.",
-            cause="the parts of a sequence run in threads that take turns",
-            hint="leave --train.compile out",
-        )
+    axes = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1]
+    unsupported = {
+        f"--layout {layout}": (bool(axes), f"{' and '.join(axes)} would also split the sums of a part over ranks"),
+        "--train.tensor_shards": (
+            settings.train.tensor_shards is not None,
+            "the parts of a sequence would take turns within the sums over the parts of a weight",
+        ),
+        "--train.compile": (settings.train.compile, "the parts of a sequence run in threads that take turns"),
+    }
+    for other, (is_used, cause) in unsupported.items():
+        if is_used:
+            yield UsageError(
+                f"{name} with {other} is not supported.",
+                cause=cause,
+                hint="cp, ddp, zero1, zero2, fsdp, hsdp, pp and their combinations, without this option",
+            )
 
 
 def _refuse_without_exact(name: str, settings: Settings) -> Iterator[PacelineError]:

@@ -310,9 +310,8 @@ class _PipeDreamWork:
         return nullcontext()
 
     def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
-        """Run the backward of the stage, in its context."""
-        with self.backward_context(microbatch=microbatch):
-            run_backward(outputs, gradients)
+        """Run the backward of a stage."""
+        run_backward(outputs, gradients)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Do nothing: gradients are sent only when the batch is complete."""

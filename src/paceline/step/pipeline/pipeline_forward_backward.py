@@ -17,6 +17,7 @@ from paceline.step.forward_backward import (
     evaluate_part,
     loss_for_backward,
     open_all,
+    parts_of,
 )
 from paceline.step.generate import output_logits
 from paceline.step.loss.loss_return_value import Terms
@@ -72,7 +73,9 @@ class PipelineForwardBackward:
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run the same number."""
         local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
-        counts = self._totals_builder.gather_counts([part.data for local in local_microbatches for part in local.parts])
+        counts = self._totals_builder.gather_counts(
+            [part.data for local in local_microbatches for part in parts_of(local)]
+        )
         num_missing = self._stand_ins.count_missing(step_batch)
         stand_ins = [self._stand_ins.load_stand_in(step_batch, local_microbatches)] * num_missing if num_missing else []
         work = _StepWork(
@@ -104,7 +107,7 @@ class PipelineForwardBackward:
         microbatch = replica.slice_microbatch(batch)
 
         def run_part(position: int) -> tuple[Any, Terms, Any]:
-            part = microbatch.parts[position]
+            part = parts_of(microbatch)[position]
             with open_all(replica.forward_contexts):
                 return evaluate_part(replica, part, num_samples=num_samples)
 
@@ -198,7 +201,7 @@ class _StepWork:
             with self.backward_context(microbatch=microbatch):
                 run_backward(outputs, gradients)
         else:
-            contexts = [part.backward_context for part in self.microbatches[microbatch].parts]
+            contexts = [part.backward_context for part in parts_of(self.microbatches[microbatch])]
             self._shard_stages.backward(outputs, gradients, contexts)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
@@ -215,7 +218,7 @@ class _StepWork:
 
     def _loss(self, microbatch: int, num_samples: int, *, part: int = 0) -> Tensor:
         """Run the user's forward and loss, and return the loss for backward. Only the last stage reaches the loss."""
-        replica, local_part = self._replica, self.microbatches[microbatch].parts[part]
+        replica, local_part = self._replica, parts_of(self.microbatches[microbatch])[part]
         with open_all(replica.forward_contexts):
             with local_part.forward_context():
                 output = replica.contract.forward(replica.model, local_part.data)
