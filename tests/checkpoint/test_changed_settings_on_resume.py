@@ -34,6 +34,7 @@ def test_every_setting_says_what_a_resume_does_with_another_value() -> None:
         *OTHER,
         "train_exact",  # which starts processes of its own
         "train_sequence_shards",  # only in exact mode
+        "train_tensor_shards",  # only in exact mode
     }
 
 
