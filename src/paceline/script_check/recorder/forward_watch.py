@@ -6,6 +6,7 @@ this one module sets it again afterwards.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.script_check.recorder.live_modules import inactive_modules, unwrap
-from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, sample_keys
+from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, sample_keys, storage_address
 from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recording import ForwardCall
 from paceline.torch_internals.pytree import tensor_leaves
@@ -99,7 +100,9 @@ class ForwardWatch:
         self._watch()
         if call is None:
             return
-        keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
+        keys = None
+        with suppress(Exception):  # inputs of a kind that can't be read are no samples, and end no recording
+            keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
         name, outputs = type(unwrap(module)).__name__, list(tensor_leaves(output))
         finished = ForwardCall(
             module=name,
@@ -120,7 +123,7 @@ class ForwardWatch:
             return
         if finished.has_parameters:
             self._see_batch(name, args, kwargs)
-        self.own_outputs |= {tensor.data_ptr() for tensor in outputs}
+        self.own_outputs |= {storage_address(tensor) for tensor in outputs} - {-1}
         self._calls.append(finished)
         self.is_fed = False
 

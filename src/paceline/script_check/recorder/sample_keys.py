@@ -21,19 +21,28 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
     `own_outputs`, come from the models, and are no data.
     """
     batch = [each for each in tensor_leaves((args, kwargs)) if each.dim() and is_data(each, own_outputs=own_outputs)]
-    if not batch or not batch[0].size(0) or hasattr(batch[0], "placements"):
+    if not batch or not batch[0].size(0) or hasattr(batch[0], "placements") or batch[0].is_meta:
         return None
     mask = _find_mask(kwargs)
     keys = torch.zeros(batch[0].size(0), dtype=torch.int64, device=batch[0].device)
     for tensor in batch:
-        if tensor.size(0) == len(keys) and tensor.layout == torch.strided:
-            keys = mix_bits(keys * 31 + _row_sums(tensor, mask).to(keys.device))
+        if tensor.size(0) == len(keys) and not tensor.is_meta:
+            sums = _nested_sums(tensor) if tensor.is_nested else _row_sums(tensor, mask)
+            keys = mix_bits(keys * 31 + sums.to(keys.device))
     return [int(key) for key in keys.tolist()]
 
 
 def is_data(tensor: Tensor, *, own_outputs: set[int]) -> bool:
     """Return whether a tensor comes from the data: it needs no gradient, and is at no address in `own_outputs`."""
-    return not tensor.requires_grad and tensor.data_ptr() not in own_outputs
+    return not tensor.requires_grad and storage_address(tensor) not in own_outputs
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's elements; -1 if it has no storage of its own, as a sparse one."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return -1
 
 
 def count_targets(args: Any, kwargs: Any) -> int:
@@ -59,6 +68,11 @@ def _find_named(args: Any, kwargs: Any, name: str) -> Tensor | None:
 def _find_mask(kwargs: Any) -> Tensor | None:
     mask = kwargs.get(_MASK) if isinstance(kwargs, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _nested_sums(tensor: Tensor) -> Tensor:
+    """Return the sum of the mixed bits and places for each tensor in a nested one."""
+    return torch.cat([_row_sums(part.reshape(1, -1), None) for part in tensor.unbind()])
 
 
 def _row_sums(tensor: Tensor, mask: Tensor | None) -> Tensor:
