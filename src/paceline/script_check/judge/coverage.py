@@ -63,11 +63,11 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
 
 def _second_epoch(run: ScriptRun) -> str:
     """Return a sentence about the second epoch, and about a sampler whose epoch was not set before the first one."""
-    text = "a second epoch: no sample came again, so the end of an epoch and the order of the next one were not seen"
+    text = "a second epoch: no sample came again"
     uses = [each.use for each in loader_steps(run.steps, 0)]
     if not any(use.is_epoch_forgotten for use in uses):
         return text
-    return f"{text}; set_epoch() of the sampler was not called: without it, each epoch has the same order"
+    return f"{text}; without a call of the sampler's set_epoch(), of which there was none, it has the order of the first"
 
 
 def _few_batches_of_workers(run: ScriptRun) -> list[str]:

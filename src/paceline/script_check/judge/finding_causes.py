@@ -35,7 +35,7 @@ def _with_loss_scales(finding: ScriptFinding, run: ScriptRun) -> ScriptFinding:
     scales = " and ".join(f"{rank.loss_scales[0]:g}" for rank in step.ranks[:2])
     return replace(
         finding,
-        text=f"the GradScaler of ranks 0 and 1 multiply the loss by {scales}: {finding.text}",
+        text=f"the GradScalers of ranks 0 and 1 have different scales, {scales}, so that {finding.text}",
         hint="GradScaler with the same init_scale on all ranks; without DistributedDataParallel, tell all ranks when one"
         " of them finds an infinite gradient",
     )

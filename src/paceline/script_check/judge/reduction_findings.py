@@ -11,6 +11,7 @@ from paceline.script_check.judge.reduction import LOST, Reduction, StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
+_FACTOR_KINDS = ("mean", "scaled", "alike")  # with one factor for all parameters
 _MIN_CLIP = 1e-4  # a smaller factor is hardly one of clipping
 _WRAP = "wrap the model: DistributedDataParallel(model); right only if weights are averaged later, as in local SGD"
 _CALL = (
@@ -95,7 +96,7 @@ def _factors(reduction: StepReduction) -> dict[str, float]:
     total = reduction.total
     if total.kind == "by-parameter":
         return {name: each.factor for name, each in reduction.parameters.items()}
-    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in ("mean", "scaled") else {}
+    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in _FACTOR_KINDS else {}
 
 
 def have_equal_factors(reductions: Sequence[StepReduction]) -> bool:

@@ -196,8 +196,8 @@ def _batch_norms(run: ScriptRun) -> Iterator[ScriptFinding]:
     if names and run.world_size > 1:
         yield ScriptFinding(
             name="batch-norm",
-            text=f"{plural(len(names), 'batch norm')}, as {first_names(names)}, see only the batch of their rank, so"
-            " another number of ranks is another training",
+            text=f"{plural(len(names), 'batch norm')}, as {first_names(names)}: each rank normalizes by the samples of"
+            " its own batch alone, so another number of ranks is another training",
             hint="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
             is_note=True,
         )

@@ -17,7 +17,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.script_check.recorder.live_modules import inactive_modules, unwrap
-from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, sample_keys, storage_address
+from paceline.script_check.recorder.sample_keys import (
+    OutputKey,
+    count_targets,
+    has_loss_count,
+    output_key,
+    sample_keys,
+)
 from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recording import ForwardCall
 from paceline.torch_internals.pytree import tensor_leaves
@@ -40,7 +46,7 @@ class ForwardWatch:
 
     Those in eval mode belong to them if their outputs get a gradient. `begin(module)` is called before each pass that
     may have a backward, and `see_batch(class, args, kwargs)` after each one in training mode. `guard` wraps the hooks,
-    so that their faults end no training. `own_outputs` are the addresses of what the models returned in the step.
+    so that their faults end no training. `own_outputs` has the keys of what the models returned in the step.
     `is_fed` is set if the next call gets another recording's batch.
     """
 
@@ -51,7 +57,7 @@ class ForwardWatch:
         self._begin = begin
         self._see_batch = see_batch
         self.is_fed = False
-        self.own_outputs: set[int] = set()
+        self.own_outputs: set[OutputKey] = set()
         self._calls: list[ForwardCall] = []
         self._inner: set[int] = set()  # modules below an outermost one; checkpointing calls them again in backward
         self._global_hook: RemovableHandle | None = None
@@ -123,7 +129,7 @@ class ForwardWatch:
             return
         if finished.has_parameters:
             self._see_batch(name, args, kwargs)
-        self.own_outputs |= {storage_address(tensor) for tensor in outputs} - {-1}
+        self.own_outputs |= {key for tensor in outputs if (key := output_key(tensor)) is not None}
         self._calls.append(finished)
         self.is_fed = False
 

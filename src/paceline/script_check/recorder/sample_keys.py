@@ -1,23 +1,25 @@
 """Keys of samples: a 64-bit number for each sample of a batch, equal for equal inputs on any rank and in any order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.script_check.recorder.tensor_print import bits_of, mix_bits
 from paceline.torch_internals.pytree import tensor_leaves
 
+OutputKey = tuple[StorageWeakRef, int]
 _MASK = "attention_mask"
 _IGNORED_LABEL = -100  # of the cross entropy of torch
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
 
 
-def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] | None:
+def sample_keys(args: Any, kwargs: Any, *, own_outputs: Set[OutputKey]) -> list[int] | None:
     """Return a key for each entry of dimension 0 of the inputs; None if the inputs are no batch of data.
 
-    Padding is left out where there is an `attention_mask`. Tensors that need a gradient, and those at the addresses
+    Padding is left out where there is an `attention_mask`. Tensors that need a gradient, and those whose key is in
     `own_outputs`, come from the models, and are no data.
     """
     batch = [each for each in tensor_leaves((args, kwargs)) if each.dim() and is_data(each, own_outputs=own_outputs)]
@@ -32,17 +34,20 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: set[int]) -> list[int] |
     return [int(key) for key in keys.tolist()]
 
 
-def is_data(tensor: Tensor, *, own_outputs: set[int]) -> bool:
-    """Return whether a tensor comes from the data: it needs no gradient, and is at no address in `own_outputs`."""
-    return not tensor.requires_grad and storage_address(tensor) not in own_outputs
+def is_data(tensor: Tensor, *, own_outputs: Set[OutputKey]) -> bool:
+    """Return whether a tensor comes from the data: it needs no gradient, and is not one of `own_outputs`."""
+    return not tensor.requires_grad and output_key(tensor) not in own_outputs
 
 
-def storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's elements; -1 if it has no storage of its own, as a sparse one."""
+def output_key(tensor: Tensor) -> OutputKey | None:
+    """Return a key that a tensor has in common with what `detach` makes of it; None if it has no memory of its own.
+
+    The key keeps the identity of the memory, and not the memory: a later tensor at the same address has another key.
+    """
     try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return -1
+        return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # of sparse tensors
+        return None
 
 
 def count_targets(args: Any, kwargs: Any) -> int:
