@@ -67,7 +67,9 @@ def _second_epoch(run: ScriptRun) -> str:
     uses = [each.use for each in loader_steps(run.steps, 0)]
     if not any(use.is_epoch_forgotten for use in uses):
         return text
-    return f"{text}; without a call of the sampler's set_epoch(), of which there was none, it has the order of the first"
+    return (
+        f"{text}; without a call of the sampler's set_epoch(), of which there was none, it has the order of the first"
+    )
 
 
 def _few_batches_of_workers(run: ScriptRun) -> list[str]:
