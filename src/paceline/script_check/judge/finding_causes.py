@@ -14,6 +14,12 @@ _LIGHTNING_HINT = (
 )
 
 
+_SHARD_HINT = (
+    "; or, if gradients are clipped: model.clip_grad_norm_(), because torch's clip_grad_norm_ sees only the shard of its"
+    " rank under FSDP1"
+)
+
+
 def with_known_causes(findings: Sequence[ScriptFinding], run: ScriptRun) -> list[ScriptFinding]:
     """Return the findings, with the words of a cause that the recording shows; later effects of one are left out."""
     found = [_with_framework(_with_loss_scales(finding, run), run) for finding in findings]
@@ -51,4 +57,7 @@ def _with_framework(finding: ScriptFinding, run: ScriptRun) -> ScriptFinding:
     is_wrapped = any(rank.wrappers for step in run.steps for rank in step.ranks)
     if finding.name == "gradients-own" and is_lightning and not is_wrapped:
         return replace(finding, hint=_LIGHTNING_HINT)
+    is_flat = any("FullyShardedDataParallel" in rank.wrappers for step in run.steps for rank in step.ranks)
+    if is_flat and finding.name in ("parameter-reduced-otherwise", "reduction-unexplained"):
+        return replace(finding, hint=finding.hint + _SHARD_HINT)
     return finding

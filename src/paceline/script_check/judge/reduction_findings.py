@@ -72,7 +72,8 @@ def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> I
             named.add(finding.name)
             of = run.optimizer_name(each.step)
             yield replace(finding, text=f"{of}: {finding.text}") if of else finding
-    yield from _discarded(run)
+    elsewhere = {id(each.step) for each in reductions if each.total.kind == "unexplained"}
+    yield from () if elsewhere else _discarded(run)  # gradients may be added up in other tensors
     yield from _clipped_while_scaled(reductions)
 
 

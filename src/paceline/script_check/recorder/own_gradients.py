@@ -18,7 +18,8 @@ from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recorder.tensor_print import has_only_zeros, project_tensor, rounding_of
 from paceline.torch_internals.flat_parameters import FlatParameterParts, find_flat_parameters
 
-_ELSEWHERE = "main_grad"  # an attribute of parameters whose gradients are added there, as Megatron-LM's
+_ELSEWHERE = ("main_grad", "_hp_mapping")
+"""Attributes of parameters whose gradients are added up elsewhere after each pass, in Megatron-LM and DeepSpeed."""
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -113,7 +114,7 @@ class OwnGradients:
         if gradient is None or not self.is_active:  # None: of a function that gives a parameter no gradient
             return
         passes = self._passes.setdefault(id(owner), [])
-        is_elsewhere = isinstance(getattr(owner, _ELSEWHERE, None), Tensor)
+        is_elsewhere = any(hasattr(owner, name) for name in _ELSEWHERE)
         if passes and tensor is owner and not is_elsewhere and (owner.grad is None or has_only_zeros(owner.grad)):
             self._discarded[id(owner)] = self._discarded.get(id(owner), 0) + len(passes)
             self._lines.pop(id(owner), None)
