@@ -6,7 +6,13 @@ from dataclasses import replace
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 
-_PARTING = ("gradients-own", "gradients-scaled-otherwise", "gradients-unequal", "settings-differ")
+_PARTING = (
+    "gradients-own",
+    "gradients-scaled-otherwise",
+    "gradients-unequal",
+    "parameter-reduced-otherwise",
+    "settings-differ",
+)
 """Findings after which the ranks have different weights, so that their later gradients say little."""
 _LIGHTNING_HINT = (
     'Trainer(devices=2, strategy="ddp"), with as many devices as torchrun starts processes, or start the script with'

@@ -148,7 +148,7 @@ class ScriptRecorder:
                 self._forwards,
                 keep_in=folder if keeps_batches else None,
                 feed_from=feed_from,
-                rank=lambda: _rank_and_world_size(os.environ)[0],
+                rank=lambda: rank_and_world_size(os.environ)[0],
                 next_step=lambda: max((known.step for known in self._optimizers.values()), default=0) + 1,
                 guard=self.guard,
             )
@@ -343,7 +343,7 @@ class ScriptRecorder:
 
     def _write(self, line: StepLine | RecorderFault) -> None:
         if self._file is None:
-            self._rank, self._world_size = _rank_and_world_size(os.environ)
+            self._rank, self._world_size = rank_and_world_size(os.environ)
             self._folder.mkdir(parents=True, exist_ok=True)
             path = recording_file(self._folder, self._rank)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
@@ -395,7 +395,8 @@ def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, of its process group or else of its environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
