@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, override
 
 import psutil
 
@@ -47,6 +47,7 @@ class LoopCheck:
         """The findings, with the notes at the end."""
         return self.verdict.findings
 
+    @override
     def __str__(self) -> str:
         return describe_verdict(self.verdict, self._wrappers)
 

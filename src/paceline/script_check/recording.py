@@ -76,8 +76,8 @@ class LoaderUse(msgspec.Struct, frozen=True, kw_only=True):
     """The use of a data loader since the step before.
 
     The loader is in its pass number `passes` through the data, has given `batches`, and `last` is the number of the
-    last one in its pass. `epoch` is that of a `DistributedSampler` that shuffles, in this pass. `is_restarted`: the pass
-    before was not read to its end. `is_epoch_forgotten`: nobody has called `set_epoch` of the sampler.
+    last one in its pass. `epoch` is that of a `DistributedSampler` that shuffles, in this pass. `is_restarted`: the
+    pass before was not read to its end. `is_epoch_forgotten`: nobody has called `set_epoch` of the sampler.
     """
 
     loader: int

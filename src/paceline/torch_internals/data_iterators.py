@@ -17,7 +17,7 @@ class LoaderTraits:
 
 
 def watch_iterators(see: Callable[[Any, int], None], end: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `see(iterator, number)` after each batch that any iterator gives, and `end(iterator)` at the end of its pass.
+    """Call `see(iterator, number)` after each batch that an iterator gives, and `end(iterator)` at the end of its pass.
 
     Batches are numbered from 0 in each pass. Return a function that ends the watch.
     """
@@ -37,7 +37,7 @@ def watch_iterators(see: Callable[[Any, int], None], end: Callable[[Any], None])
         if dataloader._BaseDataLoaderIter.__next__ is watched:
             dataloader._BaseDataLoaderIter.__next__ = give  # type: ignore[method-assign]
 
-    dataloader._BaseDataLoaderIter.__next__ = watched  # type: ignore[method-assign]
+    dataloader._BaseDataLoaderIter.__next__ = watched  # type: ignore[method-assign, assignment]
     return stop
 
 

@@ -169,8 +169,8 @@ def _unequal_by_parameter(reference: _Gradients, other: _Gradients, called: tupl
         return None
     counts = " and ".join(f"as {shares} for {name}" for shares, name in list(shown.items())[:2])
     return Cause(
-        text=f"the {word} of {called[1]} count {counts} in {called[0]}, and equally in {called[1]}: a mean of means, for"
-        " several losses, each divided by its own count of tokens or samples",
+        text=f"the {word} of {called[1]} count {counts} in {called[0]}, and equally in {called[1]}: a mean of means,"
+        " for several losses, each divided by its own count of tokens or samples",
         hint="divide the sum of each loss by its count of all ranks and passes",
     )
 

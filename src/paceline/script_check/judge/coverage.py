@@ -36,8 +36,8 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
     made_before = max((rank.made_before for step in run.start for rank in step.ranks), default=0)
     if made_before:
         lines.append(
-            f"the resume: the optimizer had made {plural(made_before, 'step')} before, and one run does not show whether"
-            " the samples go on where they ended; compare it with a recording of the run before"
+            f"the resume: the optimizer had made {plural(made_before, 'step')} before, and one run does not show"
+            " whether the samples go on where they ended; compare it with a recording of the run before"
         )
     unreadable = sorted({text for step in steps for rank in step.ranks for text in rank.unreadable})
     if unreadable:

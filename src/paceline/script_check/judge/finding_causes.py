@@ -21,8 +21,8 @@ _LIGHTNING_HINT = (
 
 
 _SHARD_HINT = (
-    "; or, if gradients are clipped: model.clip_grad_norm_(), because torch's clip_grad_norm_ sees only the shard of its"
-    " rank under FSDP1"
+    "; or, if gradients are clipped: model.clip_grad_norm_(), because torch's clip_grad_norm_ sees only the shard of"
+    " its rank under FSDP1"
 )
 
 
@@ -48,8 +48,8 @@ def _with_loss_scales(finding: ScriptFinding, run: ScriptRun) -> ScriptFinding:
     return replace(
         finding,
         text=f"the GradScalers of ranks 0 and 1 have different scales, {scales}, so that {finding.text}",
-        hint="GradScaler with the same init_scale on all ranks; without DistributedDataParallel, tell all ranks when one"
-        " of them finds an infinite gradient",
+        hint="GradScaler with the same init_scale on all ranks; without DistributedDataParallel, tell all ranks when"
+        " one of them finds an infinite gradient",
     )
 
 

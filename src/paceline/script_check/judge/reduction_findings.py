@@ -205,7 +205,8 @@ def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
         return _clipped_by_value(reduction)
     name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
     others = _in_words(next(each for each in reduction.parameters.values() if each.kind == usual))
-    text = f"{name} {_describe(first)} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {others})"
+    count = f"{len(odd)} of {plural(len(reduction.parameters), 'parameter')}"
+    text = f"{name} {_describe(first)} ({count}; the others: {others})"
     if first.kind == "unexplained" and all(each.kind == "unexplained" for each in odd.values()):
         return _unexplained(reduction, text, parameter=name)
     return ScriptFinding(

@@ -63,7 +63,7 @@ class LoaderPasses:
             seen.add(sampler)
             set_epoch(sampler, epoch)
 
-        DistributedSampler.set_epoch = watched  # type: ignore[method-assign]
+        DistributedSampler.set_epoch = watched  # type: ignore[method-assign, assignment]
         return watched
 
     def _see(self, iterator: Any, number: int) -> None:
