@@ -194,7 +194,7 @@ def test_an_epoch_in_the_order_of_the_first_one(is_set: bool) -> None:
 
 
 @pytest.mark.parametrize(("skipped", "found"), [(0, ["replayed-samples"]), (3, [])])
-def test_an_epoch_that_begins_anew_before_its_end(skipped: int, found: list[str]) -> None:
+def test_an_epoch_that_starts_again_before_its_end(skipped: int, found: list[str]) -> None:
     loader = DataLoader(data(), 4)
 
     def batches() -> Any:

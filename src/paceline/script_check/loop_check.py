@@ -7,9 +7,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, override
+from typing import Self
 
 import psutil
+from typing_extensions import override
 
 from paceline.errors import ExitCode, UsageError
 from paceline.script_check.check_command import describe_verdict
@@ -112,7 +113,7 @@ class LoopCheck:
         self.verdict = verdict
 
 
-def check(*, steps: int = 8, every: int = 1, out: str | Path | None = None, wait: float = 60.0) -> LoopCheck:
+def check_loop(*, steps: int = 8, every: int = 1, out: str | Path | None = None, wait: float = 60.0) -> LoopCheck:
     """Check the training loop in a `with` block as `paceline check` checks a script.
 
     The first `steps` optimizer steps of the block are recorded; 0: all of them. The training continues unchanged. When
@@ -124,6 +125,9 @@ def check(*, steps: int = 8, every: int = 1, out: str | Path | None = None, wait
     """
     refuse_options(steps=steps, wait=wait, out=None, every=every)
     return LoopCheck(steps=steps, every=every, out=None if out is None else Path(out), wait=wait)
+
+
+check = check_loop  # as `pl.check`
 
 
 def _shared_folder() -> Path:

@@ -16,8 +16,8 @@ class LoaderTraits:
     is_iterable: bool
 
 
-def watch_iterators(see: Callable[[Any, int], None], end: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `see(iterator, number)` after each batch that an iterator gives, and `end(iterator)` at the end of its pass.
+def watch_iterators(observe: Callable[[Any, int], None], end: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `observe(iterator, number)` after each batch of an iterator, and `end(iterator)` at the end of its pass.
 
     Batches are numbered from 0 in each pass. Return a function that ends the watch.
     """
@@ -30,7 +30,7 @@ def watch_iterators(see: Callable[[Any, int], None], end: Callable[[Any], None])
         except StopIteration:
             end(iterator)
             raise
-        see(iterator, number)
+        observe(iterator, number)
         return batch
 
     def stop() -> None:

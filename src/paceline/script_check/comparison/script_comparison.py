@@ -111,8 +111,8 @@ def _compare_resumed(before: _Recorded, after: _Recorded) -> ScriptComparison | 
     if again is not None:
         answer = _Answer(
             verdict=DIFFERENT,
-            cause=f"{after.name} reads the samples of steps {again[0]} to {again[1]} of {before.name} again: it begins"
-            " the epoch anew, in which these were read already",
+            cause=f"{after.name} reads the samples of steps {again[0]} to {again[1]} of {before.name} again: it starts"
+            " the epoch from its beginning, although these were read already",
             hint="skip the batches that were read before the checkpoint, or save the state of the data loader, too",
             step=1,
         )

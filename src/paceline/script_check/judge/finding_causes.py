@@ -1,4 +1,4 @@
-"""What is known of a finding besides the numbers: unequal loss scales, the framework, and a fault that came before."""
+"""Causes of findings that other parts of the recording show: unequal loss scales, a framework, an earlier fault."""
 
 from collections.abc import Sequence
 from dataclasses import replace

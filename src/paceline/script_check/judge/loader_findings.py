@@ -10,7 +10,7 @@ from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 from paceline.script_check.recording import LoaderUse
 
 _MIN_REPEATED = 3  # steps of a second epoch that show its order, if it is not complete
-_MIN_REPLAYED = 2  # batches that come again when a loader begins anew
+_MIN_REPLAYED = 2  # batches that come again when a loader starts again
 Keys = tuple[tuple[tuple[str, int], int], ...]
 
 
@@ -43,7 +43,7 @@ def _keys(step: ScriptStep, rank: int) -> Keys:
 
 
 def _replayed(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
-    """Yield a note if a loader begins anew before the end of its data, and gives the same batches again."""
+    """Yield a note if a loader starts again before the end of its data, and gives the same batches again."""
     for rank in range(run.world_size):
         found = loader_steps(steps, rank)
         for number in sorted({each.use.passes for each in found if each.use.is_restarted}):
@@ -57,7 +57,7 @@ def _replayed(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFin
                 yield ScriptFinding(
                     name="replayed-samples",
                     text=f"rank {rank} reads the samples of steps {first} to {last} again at steps {again[0]} to"
-                    f" {again[1]}: its data loader began anew before it came to the end of the data",
+                    f" {again[1]}: its data loader started again before it came to the end of the data",
                     step=again[0],
                     line=after[0].step.line("forward"),
                     hint="after a resume, skip the batches that were read already; right if epochs are cut on purpose",

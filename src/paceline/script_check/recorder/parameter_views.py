@@ -40,7 +40,7 @@ class ParameterView:
         """True if this rank has the whole parameter."""
         return self.place[0] is None and not hasattr(self.owner, "placements")
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """Return this parameter's part of the owner, or of the owner's gradient."""
         return tensor if self.span is None else tensor.reshape(-1)[self.span[0] : self.span[1]]
 

@@ -264,7 +264,7 @@ class ScriptRecorder:
         """Return the summaries of the tensors that `choose` returns for some parameters; None is left out."""
         chosen = [(view, tensor) for view in views if (tensor := choose(view)) is not None]
         found = [
-            (view.name, self._summary(view.name, view.of(tensor), place=view.place, **options))
+            (view.name, self._summary(view.name, view.select(tensor), place=view.place, **options))
             for view, tensor in chosen
         ]
         return {name: each for name, each in found if each is not None}
