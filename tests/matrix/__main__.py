@@ -13,11 +13,13 @@ choose_exact_kernels()  # before torch, for exact mode
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.matrix import matrix_cases, matrix_page, rank_pool  # noqa: E402
+from tests.matrix import matrix_cases, matrix_page, model_cards, rank_pool  # noqa: E402
 
 
 def main() -> int:
     asked = _read(sys.argv[1:])
+    if asked.cards:
+        model_cards.check_committed()
     chosen = [case for case in _chosen(asked) if not asked.only or case.model in asked.only]
     chosen = [case for case in chosen if not asked.layouts or case.layout in asked.layouts]
     found = _read_back(asked.read) or _run(chosen, asked)
@@ -26,6 +28,8 @@ def main() -> int:
         matrix_page.write(
             found, path=Path(asked.write), command="python -m tests.matrix --write docs/matrix.md", versions=versions
         )
+    if asked.cards:
+        model_cards.write(found, folder=Path(asked.cards))
     for why in matrix_page.unlisted(found):
         print(f"not in docs/refusals.md: {why}")
     counts: dict[str, int] = {}
@@ -98,6 +102,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", help="write the answers there")
     parser.add_argument("--read", nargs="+", default=[], help="run nothing: the answers of earlier runs")
     parser.add_argument("--write", help="write the page there")
+    parser.add_argument("--cards", help="write the cards of the families there")
     parser.add_argument("--log", default="/tmp/matrix-log")
     return parser.parse_args(words)
 
