@@ -72,6 +72,25 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     inactive: tuple[str, ...] = ()
 
 
+class LoaderUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The use of a data loader since the step before.
+
+    The loader is in its pass number `passes` through the data, has given `batches`, and `last` is the number of the
+    last one in its pass. `epoch` is that of a `DistributedSampler` that shuffles, in this pass. `is_restarted`: the
+    pass before was not read to its end. `is_epoch_forgotten`: nobody has called `set_epoch` of the sampler.
+    """
+
+    loader: int
+    num_workers: int
+    is_iterable: bool
+    passes: int
+    batches: int
+    last: int
+    epoch: int | None = None
+    is_restarted: bool = False
+    is_epoch_forgotten: bool = False
+
+
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a file."""
 
@@ -79,6 +98,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     argv: tuple[str, ...]
     torch: str
+    seed: int = 0
+    """The last seed of torch's random numbers on the CPU; a large one if the script seeds nothing."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +136,15 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """How far each learning rate scheduler of this optimizer is."""
     lines: dict[str, str] = {}
     """The user's lines that called `backward` and `step`, as `file:number`."""
-    num_iterable_workers: int = 0
-    """Processes of the `DataLoader` that read one `IterableDataset`."""
+    loaders: tuple[LoaderUse, ...] = ()
+    loss_scales: tuple[float, ...] = ()
+    """The scale of each `GradScaler` at the step."""
+    made_before: int = 0
+    """The steps that the state of the optimizer had before the first recorded one."""
+    unreadable: tuple[str, ...] = ()
+    """Tensors that can't be summarized, with the reason."""
+    framework: str = ""
+    """`Lightning`, if it runs the loop."""
 
 
 class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):
