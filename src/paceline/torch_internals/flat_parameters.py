@@ -1,4 +1,4 @@
-"""The flat parameters of FSDP1, and which part of each original parameter a rank has. Tested on torch 2.11 to 2.13."""
+"""The flat parameters of FSDP1, and which part of each original parameter a rank has. Tested on torch 2.13."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Private parts of `fully_shard`: keep units gathered until the caller frees them. Tried on torch 2.11 and 2.13."""
+"""Private parts of `fully_shard`: keep units gathered until the caller frees them. Tested on torch 2.13."""
 
 from collections.abc import Iterable
 from typing import Any
