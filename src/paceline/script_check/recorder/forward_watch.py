@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.script_check.recorder.live_modules import inactive_modules, unwrap
-from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, sample_keys
+from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, row_shape, sample_keys
 from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recording import ForwardCall
 from paceline.torch_internals.pytree import tensor_leaves
@@ -114,6 +114,7 @@ class ForwardWatch:
             random_state=0 if call.rng_state == _rng_state() else _digest(call.rng_state),
             is_training=call.is_training,
             inactive=inactive_modules(module),
+            row_shape=row_shape(args, kwargs, own_outputs=self.own_outputs) if keys else (),
         )
         if not call.is_training:
             self._add_if_differentiated(finished, outputs)

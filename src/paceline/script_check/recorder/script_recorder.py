@@ -27,8 +27,10 @@ from paceline.script_check.recorder.live_modules import (
     find_trained_modules,
     unwrap,
 )
+from paceline.script_check.recorder.model_pieces import ModelPiece, find_pieces, print_gradients, print_pieces
 from paceline.script_check.recorder.own_gradients import OwnGradients
 from paceline.script_check.recorder.source_lines import calling_line, user_frame, variable_name
+from paceline.script_check.recorder.start_weights import read_start_weights, write_start_weights
 from paceline.script_check.recorder.tensor_print import print_tensor
 from paceline.script_check.recording import (
     CHECKER_VARIABLE,
@@ -43,6 +45,7 @@ from paceline.script_check.recording import (
     RecordingHeader,
     StepLine,
     TensorPrint,
+    UnknownPiece,
     encode_line,
     has_reached_last_step,
     last_step_file,
@@ -67,6 +70,8 @@ class _OptimizerRecord:
         self.schedulers = find_schedulers(optimizer)
         self.num_iterable_workers = num_iterable_workers()
         self.name = variable_name(user_frame(), optimizer)
+        self.pieces: list[ModelPiece] = []
+        self.unknown_pieces: list[UnknownPiece] = []
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Return the optimizer's parameters with their names; those that were added are looked up again."""
@@ -98,12 +103,15 @@ class ScriptRecorder:
         self._last_step = last_step
         self._checker = checker
         self._every = every
+        self._keeps_batches = keeps_batches
+        self._feed_from = feed_from
         self._file: int | None = None
         self._rank, self._world_size = 0, 1
         self._is_off = False
         self._depth = 0  # of nested optimizers: one may call another one inside
         self._optimizers: dict[int, _OptimizerRecord] = {}
         self._gradients: dict[str, TensorPrint] = {}
+        self._piece_gradients: list[TensorPrint | None] = []
         self._buffers: dict[str, int] = {}
         self._digests_before: dict[str, int] = {}
         self._own_gradients = OwnGradients(guard=self.guard)
@@ -173,8 +181,7 @@ class ScriptRecorder:
         if self._depth > 1:
             return None
         if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = _OptimizerRecord(optimizer, len(self._optimizers))
-            self._write_step(self._optimizers[id(optimizer)])
+            self._begin_optimizer(_OptimizerRecord(optimizer, len(self._optimizers)))
         self._look_at_weights(self._optimizers[id(optimizer)])
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
@@ -187,6 +194,17 @@ class ScriptRecorder:
             return result
 
         return args[:1], {**kwargs, "closure": run_closure}
+
+    def _begin_optimizer(self, known: _OptimizerRecord) -> None:
+        """Write the start of an optimizer, and find the pieces of the model that the ranks of the other run have."""
+        self._optimizers[id(known.optimizer)] = known
+        weights = dict(known.parameters())
+        if self._feed_from is not None and not any(hasattr(each, "placements") for each in weights.values()):
+            ranks = read_start_weights(self._feed_from, known.number)
+            known.pieces, known.unknown_pieces = find_pieces(weights, ranks)
+        self._write_step(known)
+        if self._keeps_batches:
+            write_start_weights(self._folder, self._rank, known.number, weights)
 
     def _has_prints(self, step: int) -> bool:
         """Return whether gradients and weights are summarized at this step of an optimizer."""
@@ -208,6 +226,8 @@ class ScriptRecorder:
         self._gradients = {
             name: print_tensor(p.grad, scale=scale, eps=eps) for name, p in known.parameters() if p.grad is not None
         }
+        gradients = {name: p.grad for name, p in known.parameters()} if known.pieces else {}
+        self._piece_gradients = print_gradients(known.pieces, gradients, scale=scale, eps=eps)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
@@ -252,9 +272,12 @@ class ScriptRecorder:
                     "step": calling_line(),
                 },
                 num_iterable_workers=known.num_iterable_workers,
+                shapes={} if known.step else {name: tuple(p.shape) for name, p in parameters},
+                pieces=print_pieces(known.pieces, dict(parameters), self._piece_gradients) if has_prints else (),
+                unknown_pieces=() if known.step else tuple(known.unknown_pieces),
             )
         )
-        self._gradients = {}
+        self._gradients, self._piece_gradients = {}, []
 
     def _write(self, line: StepLine | RecorderFault) -> None:
         if self._file is None:
