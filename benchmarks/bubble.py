@@ -36,6 +36,7 @@ from paceline.schedule import SCHEDULES, Action, Costs, Program, Span, Timeline,
 from paceline.schedule.closed_forms import PipelineCase, bubble_fraction
 from paceline.schedule.text_format import parse
 from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.torch_internals.private_api import run_backward
 
 WAITED = 2e-3
 Seconds = tuple[float, float, float]
@@ -96,6 +97,9 @@ class Stages:
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def run_backward(self, outputs: list[Tensor], gradients: list[Tensor | None], *, microbatch: int) -> None:
+        run_backward(outputs, gradients)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
 

@@ -39,6 +39,7 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.schedule.registry import build
 from paceline.step.pipeline.schedule_interpreter import Pipeline
+from paceline.torch_internals.private_api import run_backward
 
 TORCH: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -93,6 +94,9 @@ class Ours:
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def run_backward(self, outputs: list[Tensor], gradients: list[Tensor | None], *, microbatch: int) -> None:
+        run_backward(outputs, gradients)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
 

@@ -4,8 +4,10 @@
     python benchmarks/script_check.py --sizes 100M --rounds 10
     python benchmarks/script_check.py --tokens 64        # fewer tokens a step: the recorder takes a larger part of it
 
-The script is a plain loop of a GPT-like model under AdamW on one CPU thread. Three processes run it at the same time,
-and take turns: without a recorder, with one that summarizes each step, and with one that summarizes each tenth step. A
+The script is a plain loop of a GPT-like model under AdamW on one CPU thread. Four processes run it at the same time,
+and take turns: two without a recorder, one that summarizes each step, and one that summarizes each tenth step. The
+ratio of the second plain process ("again") shows how much two equal processes differ. All of them keep the memory that
+they free, since a process whose allocator returns it to the system pays for it again in each step. A
 round is a turn of 10 steps of each of them, in an order that changes from round to round. A ratio is the median over
 the rounds of a turn's time over that of the turn without a recorder in the same round; the smallest and the largest
 one of the rounds follow. The first turns, with step 0, are left out.
@@ -30,7 +32,8 @@ from paceline.script_check.recording import EVERY_VARIABLE, FOLDER_VARIABLE
 
 SIZES = {"1M": (128, 5, 256), "10M": (384, 5, 2048), "100M": (1024, 7, 8192)}  # width, blocks, words
 STEPS, CONTEXT, WARM = 10, 64, 1
-VARIANTS = {"plain": 0, "every 1": 1, "every 10": 10}
+VARIANTS = {"plain": 0, "again": 0, "every 1": 1, "every 10": 10}
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32 - 1), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 class Block(nn.Module):
@@ -86,7 +89,7 @@ class Script:
     """A process of the script."""
 
     def __init__(self, size: str, tokens: int, *, every: int, folder: Path) -> None:
-        environ = dict(os.environ)
+        environ = {**os.environ, **KEPT_MEMORY}
         if every:
             injected = str(Path(script_process.__file__).parent / "injected")
             environ |= {FOLDER_VARIABLE: str(folder), EVERY_VARIABLE: str(every)}
@@ -122,7 +125,7 @@ def measure(size: str, tokens: int, *, rounds: int, folder: Path) -> str:
     scripts: dict[str, Script] = {}
     try:
         for name, every in VARIANTS.items():
-            scripts[name] = Script(size, tokens, every=every, folder=folder / f"{size}-{every}")
+            scripts[name] = Script(size, tokens, every=every, folder=folder / f"{size}-{name}")
         times: dict[str, list[float]] = {name: [] for name in VARIANTS}
         for number in range(WARM + rounds):
             for name in random.Random(number).sample(list(VARIANTS), len(VARIANTS)):
@@ -157,7 +160,8 @@ def main() -> None:
     if arguments.script:
         run_script(arguments.script, arguments.tokens)
         return
-    print(row("parameters", "plain ms", "every 1", "(smallest, largest)", "every 10", "(smallest, largest)"))
+    ratios = [cell for name in list(VARIANTS)[1:] for cell in (name, "(smallest, largest)")]
+    print(row("parameters", "plain ms", *ratios))
     with tempfile.TemporaryDirectory() as folder:
         for size in arguments.sizes:
             print(measure(size, arguments.tokens, rounds=arguments.rounds, folder=Path(folder)), flush=True)

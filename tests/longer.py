@@ -288,6 +288,7 @@ SOAK = [
     "parallel/compression/test_compressed_training.py::test_the_bytes_that_are_told_are_those_that_are_sent[powersgd,rank=2]",
     "parallel/compression/test_compressed_training.py::test_the_bytes_that_are_told_are_those_that_are_sent[topk,ratio=0.1]",
     "parallel/compression/test_compressed_training.py::test_with_branches_that_few_use_and_terms_of_their_own[topk,ratio=0.1---job.branch-true---job.two_terms-true]",
+    "parallel/context_parallel/test_exact_context.py::test_one_digest_on_cp_1_and_2",
     "parallel/initialization/test_initial_weights.py::test_parts_put_together_are_one_process_and_nobody_holds_the_whole[0]",
     "parallel/pipeline/test_pipeline_processes.py::test_three_ranks_are_one_process",
     "parallel/sharding/test_sharded_training.py::test_it_is_the_training_of_one_process[zero1-gpt-adamw-exact]",

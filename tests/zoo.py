@@ -21,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -288,6 +290,16 @@ def mixtral(balanced: bool = False, depth: int = DEPTH, experts: int = 4) -> pl.
     return _job(lambda: MixtralForCausalLM(config), causal)
 
 
+def qwen3_moe(depth: int = DEPTH, experts: int = 4) -> pl.Job:
+    """Experts in each layer, and norms of queries and keys."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=depth,
+        num_attention_heads=HEADS, num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH,
+        num_experts=experts, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return _job(lambda: Qwen3MoeForCausalLM(config), causal)
+
+
 JOBS: dict[str, Callable[..., pl.Job]] = {
     "text": text,
     "digits": digits,
@@ -298,4 +310,5 @@ JOBS: dict[str, Callable[..., pl.Job]] = {
     "t5": t5,
     "vit": vit,
     "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
 }

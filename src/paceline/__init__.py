@@ -61,6 +61,7 @@ _PUBLIC = {
     "World": "paceline.comm.process_group",
     "hf": "paceline.hf",
     "place": "paceline.custom_loop.place",
+    "check": "paceline.script_check.loop_check",
     "record": "paceline.verification.fingerprints.record",
     "train": "paceline.commands.python_functions",
     "verify": "paceline.commands.python_functions",

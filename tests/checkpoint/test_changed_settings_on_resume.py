@@ -33,6 +33,8 @@ def test_every_setting_says_what_a_resume_does_with_another_value() -> None:
     assert {name.replace(".", "_", 1) for name, difference in COMPARED_SETTINGS.items() if difference} == {
         *OTHER,
         "train_exact",  # which starts processes of its own
+        "train_sequence_shards",  # only in exact mode
+        "train_tensor_shards",  # only in exact mode
     }
 
 

@@ -124,9 +124,9 @@ def test_a_setting_of_another_layout_is_told_of() -> None:
         resources=Resources(ranks=2),
         facts=JobFacts(global_batch_size=4),
     )
-    told = unused_placement_notes(PlacementSettings(units=("Block",), stages=(1, 2)), plan)
+    told = unused_placement_notes(Settings(place=PlacementSettings(units=("Block",), stages=(1, 2))), plan)
     assert [line.split()[1] for line in told] == ["place.units", "place.stages"]
-    assert unused_placement_notes(PlacementSettings(blocks=("a",)), plan) == []
+    assert unused_placement_notes(Settings(place=PlacementSettings(blocks=("a",))), plan) == []
 
 
 def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> None:

@@ -88,8 +88,19 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "a schedule without a microbatch": ("pp,schedule=./gap.txt", 2, (), "no rank computes microbatch 1"),
     "half a schedule": ("pp,schedule=./half.txt", 2, (), "schedule 'half'"),
     "a schedule for other ranks": ("pp=2,schedule=./three.txt", 2, (), "is for 3 ranks, but this layout has pp=2"),
-    "exact tp": ("tp", 2, ("--train.exact",), "exact mode with tp is not supported"),
-    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp is not supported"),
+    "exact tp": ("tp", 2, ("--train.exact",), "exact mode with tp needs --train.tensor_shards"),
+    "exact cp": ("cp", 2, ("--train.exact",), "exact mode with cp needs --train.sequence_shards"),
+    "tensor shards without exact mode": ("tp", 2, ("--train.tensor_shards", "4"), "has an effect only in exact mode"),
+    "three tensor shards": ("tp", 2, ("--train.exact", "--train.tensor_shards", "3"), "3 is not a power of two"),
+    "fewer tensor shards than ranks": (
+        "tp", 4, ("--train.exact", "--train.tensor_shards", "2"), "2 can't be divided by tp=4"),
+    "exact tp with parts of sequences": (
+        "tp=2,sequence=true", 2, ("--train.exact", "--train.tensor_shards", "2"), "sequence=true is not supported"),
+    "three sequence shards": (
+        "cp", 2, ("--train.exact", "--train.sequence_shards", "3"), "3 can't be divided by cp=2"),
+    "shards of weights and of sequences": (
+        "tp", 2, ("--train.exact", "--train.tensor_shards", "2", "--train.sequence_shards", "2"),
+        "--train.sequence_shards 2 with --train.tensor_shards is not supported"),
     "exact ep": ("ep", 2, ("--train.exact",), "exact mode with ep is not supported"),
     "sync_bn tp": ("tp", 2, ("--train.buffers", "sync_bn"), "sync_bn with tp=2 is not supported"),
     "compiled tp": ("tp", 2, ("--train.compile",), "--train.compile with tp is not supported"),

@@ -70,7 +70,9 @@ def _chosen(asked: argparse.Namespace) -> list[matrix_cases.Case]:
     if asked.params:
         more["params"] = asked.params
     settings = {"train.exact": True} if asked.exact else {}
+    settings |= {"train.tensor_shards": asked.tensor_shards} if asked.tensor_shards else {}
     settings |= {"init.limit": asked.limit} if asked.limit else {}
+    settings |= {"train.sequence_shards": asked.sequence_shards} if asked.sequence_shards else {}
     if settings:
         more["settings"] = settings
     if asked.case:
@@ -97,6 +99,8 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--checks", nargs="+")
     parser.add_argument("--params", type=json.loads, help='of the model, as JSON: {"depth": 8}')
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--tensor-shards", type=int, help="train.tensor_shards: exact tp")
+    parser.add_argument("--sequence-shards", type=int, help="train.sequence_shards: exact cp")
     parser.add_argument("--limit", type=int, help="init.limit: a model above it is whole nowhere at the start")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", help="write the answers there")

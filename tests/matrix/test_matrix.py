@@ -5,6 +5,7 @@ prints the matrix. A refusal counts as a failure unless docs/refusals.md has it.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.matrix import matrix_page
-from tests.matrix.matrix_cases import MODELS, Case
+from tests.matrix import matrix_page, model_cards
+from tests.matrix.matrix_cases import MODELS, Case, layouts
 
 ROOT = Path(__file__).resolve().parents[2]
 COVERING = (
@@ -82,3 +84,34 @@ def test_a_refusal_that_the_page_does_not_have_is_wrong() -> None:
 def test_cases_travel_as_json() -> None:
     case = Case(model="text", layout="fsdp", ranks=2, params={"dropout": 0.1})
     assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_card_says_of_each_layout_what_was_measured_and_where(family: str) -> None:
+    card = yaml.safe_load((ROOT / "docs" / "cards" / f"{family}.yaml").read_text())
+    told = [{"state": "refused", "why": row["reason"]} for row in card["layouts"] if row["verdict"] == "refused"]
+    assert not matrix_page.unlisted(told)
+    assert {row["verdict"] for row in card["layouts"]} <= {*_EQUAL, "refused"}
+    assert sum(card["verdicts"].values()) == len(card["layouts"]) == len(list(layouts((2, 4, 8))))
+    assert re.fullmatch("[0-9a-f]{40}", card["commit"])
+    equal = [row for row in card["layouts"] if row["verdict"] in _EQUAL]
+    assert all(row["compared"]["gradients"] > 0 for row in equal)
+
+
+def test_a_card_is_written_from_the_answers(tmp_path: Path) -> None:
+    part = {"compared": {"gradients": 8}, "max_difference": 0.5, "noise_floor": 2.0}
+    trained = {**Case(model="text", layout="fsdp", ranks=2).as_json(), "asked": "fsdp", "state": "rounding"}
+    refused = {**Case(model="text", layout="ep", ranks=2, micro=2).as_json(), "asked": "ep", "state": "refused"}
+    answers = [{**trained, "parts": {"float64": part}}, {**refused, "why": "GPT has no experts to split."}]
+    (path,) = model_cards.write(answers, folder=tmp_path)
+    card = yaml.safe_load(path.read_text())
+    assert card["verdicts"] == {"rounding": 1, "refused": 1}
+    assert card["layouts"][0]["difference"] == 0.5
+    assert card["layouts"][1]["reason"] == "GPT has no experts to split."
+    assert card["layouts"][1]["verify"].endswith("--layout ep --ranks 2 --train.micro_batch_size 2")
+
+
+def test_a_card_is_not_written_from_files_that_no_commit_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cards, "_git", lambda *_: " M src/paceline/cli.py")
+    with pytest.raises(SystemExit, match=r"cli\.py"):
+        model_cards.check_committed()

@@ -1,8 +1,10 @@
 """One digest for the initial weights in every layout, and in exact mode for the weights after some steps.
 
-Exact mode: single, ddp, zero1, zero2, fsdp, hsdp, pp under each schedule, and their mixtures, on 1 to 8 ranks.
+Exact mode: single, ddp, zero1, zero2, fsdp, hsdp, pp under each schedule, and their mixtures, on 1 to 8 ranks; and tp
+and cp with a fixed number of shards.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +48,27 @@ LONG = (
     *("fsdp:7", "zero1:8", "zero2:8", "hsdp:8", "hsdp,zero=2:8", "pp=4,dp_replicate=2,schedule=gpipe:8"),
     *("pp=4,dp_shard=2,zero=2,schedule=naive:8",),
 )
+SHARDED = ("text", "llama", "qwen3_moe")
+TENSOR_SHORT = ("llama:single:1", "llama:tp:2", "qwen3_moe:single:1", "qwen3_moe:tp:2")
+TENSOR_LONG = (
+    *("single:1", "ddp:2", "fsdp:2", "tp:2", "tp,remat=full:2", "tp:4", "dp_replicate=2,tp=2:4", "dp_shard=2,tp=2:4"),
+    *("dp_shard=2,tp=2,zero=1:4", "pp=2,tp=2:4", "pp=2,tp=2,schedule=zbv:4", "pp=2,dp_shard=2,tp=2:8"),
+)
+SEQUENCE_SHORT = ("llama:single:1", "llama:cp:2")
+SEQUENCE_LONG = (
+    *("single:1", "ddp:2", "fsdp:2", "cp:2", "cp,remat=full:2", "cp:4", "dp_replicate=2,cp=2:4", "dp_shard=2,cp=2:4"),
+    *("dp_shard=2,cp=2,zero=1:4", "pp=2,cp=2:4", "pp=2,cp=2,schedule=zb_h1:4", "pp=2,dp_shard=2,cp=2:8"),
+)
 START = (
     *("zero2:3", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4", "pp=2,tp=2,schedule=zbv:4", "dp_shard=2,cp=2:4"),
     *("dp_replicate=2,dp_shard=2,ep=2:4", "fsdp:8", "pp=2,dp_replicate=2,dp_shard=2:8"),
 )
 
 
-def exact(folder: Path, words: list[str], seconds: float) -> list[dict[str, Any]]:
+def exact(folder: Path, words: Sequence[str], seconds: float, *more: str) -> list[dict[str, Any]]:
     """Four steps, the third of one sample and the fourth in the next epoch, one sample a microbatch."""
     return run(
-        folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final",
+        folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final", *more,
         seconds=seconds,
     )  # fmt: skip
 
@@ -94,6 +107,43 @@ def test_tied_weights_end_in_one_digest(tmp_path: Path) -> None:
     answers = exact(tmp_path, words, 3600)
     for what in ("start", "final"):
         one_digest(answers, what, models=models)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(TENSOR_SHORT, "--tensor-shards"), (SEQUENCE_SHORT, "--sequence-shards")]
+)
+def test_shards_end_in_one_digest_on_one_rank_and_on_two(tmp_path: Path, words: Sequence[str], option: str) -> None:
+    answers = exact(tmp_path, words, 400, option, "4")
+    assert len(answers) == len(words)
+    one_digest(answers, "final", models=tuple(dict.fromkeys(word.partition(":")[0] for word in words)))
+    assert all(one["start"] != one["final"] for one in answers)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("params", ["{}", '{"dropout": 0.2}'])
+@pytest.mark.parametrize(
+    ("layouts", "option"), [(TENSOR_LONG, "--tensor-shards"), (SEQUENCE_LONG, "--sequence-shards")]
+)
+def test_shards_end_in_one_digest_everywhere(tmp_path: Path, layouts: Sequence[str], option: str, params: str) -> None:
+    models = SHARDED if params == "{}" else ("text",)
+    words = [f"{model}:{layout}" for layout in layouts for model in models]
+    answers = exact(tmp_path, words, 3600, option, "4", "--params", params)
+    assert len(answers) == len(words)
+    one_digest(answers, "final", models=models)
+    assert all(one["start"] != one["final"] for one in answers)
+
+
+@pytest.mark.soak
+def test_tied_and_fused_weights_in_shards_end_in_one_digest(tmp_path: Path) -> None:
+    models = ("gpt2", "bert", "t5", "vit", "nano", "mixtral")
+    answers = exact(
+        tmp_path,
+        [f"{m}:{layout}" for layout in ("single:1", "tp:2", "tp:4") for m in models],
+        1800,
+        "--tensor-shards",
+        "4",
+    )
+    one_digest(answers, "final", models=models)
 
 
 @pytest.mark.soak

@@ -92,6 +92,8 @@ def train(kind: str) -> str:
     decay = 0.05 if kind == "another weight decay" and is_many else 0.1
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
     passes = 2 if "accumulation" in kind and (is_many or kind != "accumulation in one alone") else 1
+    if kind in ("a window that is cut", "two losses"):
+        passes = 2 if is_many else 1
     if kind == "accumulation in one alone":
         passes = 1 if is_many else 2
     size = BATCH // world_size if kind != "batches of the same size" else BATCH // 2

@@ -18,7 +18,7 @@ import torch._dynamo  # DistributedDataParallel imports it, for a second in each
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
@@ -35,7 +35,24 @@ from paceline.script_check.recording import EVERY_VARIABLE, FOLDER_VARIABLE, STE
 
 BATCH, CLASSES = 4, 3
 PLAIN, SPARSE = "plain: ", "sparse: "
-TWO_PASSES = ("accumulation", "no_sync at the wrong pass", "zero_grad at each pass", "clipped at each pass")
+FLAT = {  # strategy, use_orig_params
+    "flat parameters": (ShardingStrategy.FULL_SHARD, False),
+    "flat parameters, seen as original ones": (ShardingStrategy.FULL_SHARD, True),
+    "flat parameters, gathered once": (ShardingStrategy.SHARD_GRAD_OP, True),
+    "flat parameters without shards": (ShardingStrategy.NO_SHARD, False),
+    "flat parameters, one ignored": (ShardingStrategy.FULL_SHARD, True),
+    "flat parameters of each rank": (ShardingStrategy.FULL_SHARD, False),
+    "flat parameters, clipped by shard": (ShardingStrategy.FULL_SHARD, True),
+}
+MAIN_GRADIENTS = ("main gradients", "main gradients that are not reduced")
+COPIES = ("copies in float32", "copies in float32 of each rank")
+TWO_PASSES = (
+    *MAIN_GRADIENTS,
+    "accumulation",
+    "no_sync at the wrong pass",
+    "zero_grad at each pass",
+    "clipped at each pass",
+)
 
 
 class Net(nn.Module):
@@ -82,6 +99,9 @@ UNWRAPPED = (
     "alone with the same samples",
     "alone at another scale",
     "split by hand",
+    "averaged by hand with buffers",
+    *MAIN_GRADIENTS,
+    *COPIES,
 )
 SAME_SAMPLES = ("the same samples", "alone with the same samples", "split by hand")
 
@@ -122,6 +142,14 @@ def wrap(model: nn.Module, fault: str) -> nn.Module:
             for p in model.parameters():
                 p.detach().to_local().fill_(1e20)
         return model
+    if fault in FLAT:
+        strategy, sees_original = FLAT[fault]
+        options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": sees_original}
+        if fault == "flat parameters of each rank":
+            options["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        model.first = FullyShardedDataParallel(model.first, device_id=torch.device("cpu"), **options)
+        ignored = [model.last] if fault == "flat parameters, one ignored" else None
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), ignored_modules=ignored, **options)
     if fault in UNWRAPPED:
         return model
     if fault == "a part that is trained later":
@@ -145,6 +173,13 @@ def reduce_by_hand(model: nn.Module, fault: str) -> None:
     if fault == "divided twice":
         for p in model.parameters():
             p.grad /= dist.get_world_size()
+    if fault in ("averaged by hand with buffers", "main gradients", "copies in float32"):
+        for p in model.parameters():
+            of = p.main_grad if fault == "main gradients" else p.grad
+            dist.all_reduce(of)
+            of /= dist.get_world_size()
+    if fault == "flat parameters, clipped by shard":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     if fault == "clipped per parameter" or (fault == "one rank clips per parameter" and dist.get_rank() == 0):
         for p in model.parameters():
             nn.utils.clip_grad_norm_([p], 0.3)
@@ -199,8 +234,18 @@ def train(fault: str) -> str:
     if fault == "a closure":
         optimizer = torch.optim.LBFGS(trained.parameters(), max_iter=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if fault in COPIES:
+        wrapped.to(torch.bfloat16)
+        data = TensorDataset(data.tensors[0].to(torch.bfloat16), data.tensors[1])
+        copies = [p.detach().clone().float() for p in wrapped.parameters()]
+        optimizer = torch.optim.AdamW(copies, lr=1e-2)
+    for p in wrapped.parameters() if fault in MAIN_GRADIENTS else ():
+        p.main_grad = torch.zeros_like(p)
     num_passes = 2 if fault in TWO_PASSES else 1
-    scaler = torch.amp.GradScaler("cpu", enabled=fault == "a loss scale")
+    unequal_scales = fault == "another loss scale"
+    scaler = torch.amp.GradScaler(
+        "cpu", 2.0 ** (16 - rank * unequal_scales), enabled=fault == "a loss scale" or unequal_scales
+    )
     if fault == "a part of all weights on each rank":
         trained = nn.Parameter(torch.full((3,), float(rank)))
         optimizer = torch.optim.AdamW([trained], lr=1e-2)
@@ -211,7 +256,7 @@ def train(fault: str) -> str:
         set_modes(wrapped, x, number, fault)
         is_last = (number + 1) % num_passes == 0
         skips = is_last if fault == "no_sync at the wrong pass" else not is_last
-        with wrapped.no_sync() if skips and num_passes > 1 else nullcontext():
+        with wrapped.no_sync() if skips and num_passes > 1 and fault not in UNWRAPPED else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=fault in ("a loss scale", "autocast")):
                 output = wrapped.module(x) if fault == "the inner module is called" else wrapped(x)
                 if fault == "a parameter without a gradient":
@@ -227,10 +272,18 @@ def train(fault: str) -> str:
             if fault == "sharpness-aware":  # the gradient at other weights is the one that counts
                 optimizer.zero_grad()
                 F.cross_entropy(wrapped(x), y).backward()
-        reduce_by_hand(wrapped, fault)
+        for p in wrapped.parameters() if fault in MAIN_GRADIENTS else ():
+            p.main_grad += p.grad
+            p.grad = None
+        if fault not in MAIN_GRADIENTS or is_last:
+            reduce_by_hand(wrapped, fault)
         if is_last:
             if fault == "a part of all weights on each rank":
                 trained.grad = torch.ones_like(trained)
+            for p in wrapped.parameters() if fault in MAIN_GRADIENTS else ():
+                p.grad = p.main_grad
+            for p, copy in zip(wrapped.parameters(), copies if fault in COPIES else (), strict=False):
+                copy.grad = p.grad.float()
             if fault == "a closure":
                 optimizer.step(lambda x=x, y=y: closure(optimizer, wrapped, x, y))
             else:
@@ -241,6 +294,12 @@ def train(fault: str) -> str:
             if fault == "another learning rate":
                 optimizer.param_groups[0]["lr"] *= 1 + rank
             share_weights(wrapped, number, fault)
+            for p, copy in zip(wrapped.parameters(), copies if fault in COPIES else (), strict=False):
+                p.data.copy_(copy)
+                p.grad = None
+            for p in wrapped.parameters() if fault in MAIN_GRADIENTS else ():
+                p.main_grad.zero_()
+                p.grad = None
             if fault != "no zero_grad":
                 optimizer.zero_grad()
     return digest_of(wrapped)
@@ -270,7 +329,7 @@ def digest_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for p in model.parameters():
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        digest.update(whole.detach().numpy().tobytes())
+        digest.update(whole.detach().float().numpy().tobytes())
     return digest.hexdigest()
 
 

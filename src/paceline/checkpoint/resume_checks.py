@@ -12,7 +12,8 @@ from paceline.config.settings import Settings
 from paceline.errors import ResumeError
 from paceline.launch.launch_environment import KERNELS_VARIABLE
 
-_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # the values of checkpoints that do not record these keys
+# the values of checkpoints that do not record these keys
+_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none", "tensor_shards": None, "sequence_shards": None}
 # keys that earlier versions did not record; without a record they are not compared
 _OPTIONAL_KEYS = frozenset({"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})
 _CAUSE = "a different setting, a different job file, or different data"

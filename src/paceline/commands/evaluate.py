@@ -90,7 +90,9 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
     problems += refuse_schedule(layout, mesh)
     raise_all(problems)
-    unused_settings = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
+    has_shards = "train.sequence_shards" in task.settings and int(task.settings["train.sequence_shards"]) % mesh.cp == 0
+    is_exact = mesh.tp * mesh.ep == 1 and (mesh.cp == 1 or has_shards)
+    unused_settings = set() if is_exact else {"train.exact", "train.sequence_shards"}
     unused_settings |= {"train.compile"} if mesh.tp > 1 else set()
     unused_settings |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
     settings = {

@@ -12,7 +12,8 @@ from paceline.errors import PacelineError, UsageError
 
 ALLOWED_DIFFERENCES = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
-    "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
+    "ema", "job", "exact", "tensor_shards", "sequence_shards", "kernels", "precision", "buffers", "drop_last",
+    "sample_seeds", "update", "compress",
 )  # fmt: skip
 """The names that `--allow` accepts: what a resume compares with the checkpoint.
 
@@ -28,11 +29,13 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accep
     "train.max_grad_norm": "max_grad_norm",
     "train.precision": "precision",
     "train.exact": "exact",
+    "train.tensor_shards": "tensor_shards",
     "train.lr_scaling": "optimizer",
     "train.buffers": "buffers",
     "data.drop_last": "drop_last",
     "data.sample_seeds": "sample_seeds",
     "data.shards": None,
+    "train.sequence_shards": "sequence_shards",
 }
 
 REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far

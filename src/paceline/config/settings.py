@@ -19,6 +19,8 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
+Shards = Annotated[int, Meta(ge=1, le=1024)]
+SequenceShards = Annotated[int, Meta(ge=2, le=1024)]
 Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 
@@ -27,6 +29,8 @@ class Train:
     """Settings for the length, precision and safety of training.
 
     `check_every` is the number of steps between two comparisons of the replicas' weights; 0 means no comparison.
+    `tensor_shards` is the number of logical shards of each weight that tp splits, in exact mode.
+    `sequence_shards` is the number of parts in which exact mode computes each sequence, on any number of cp ranks.
     """
 
     steps: CountOrZero | None = None
@@ -39,6 +43,8 @@ class Train:
     max_grad_norm: Norm | None = None
     precision: Precision = "fp32"
     exact: bool = False
+    tensor_shards: Shards | None = None
+    sequence_shards: SequenceShards | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
     spike_sigma: Norm = 10.0

@@ -6,11 +6,12 @@ from functools import partial
 
 from torch import nn
 
-from paceline.comm.process_group import World
+from paceline.comm.mesh_groups import MeshGroups
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import LayoutError
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.compile import compile_blocks
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
@@ -70,8 +71,8 @@ class TensorPlanning:
     name = "tensor plan"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether weights are split."""
-        return request.worlds.mesh.tp > 1
+        """Return whether weights are split, over ranks or into logical shards."""
+        return request.worlds.mesh.tp > 1 or request.tensor_shards is not None
 
     def apply(self, placement: Placement) -> None:
         """Choose the plan; it does not split the weights of experts that are distributed over `ep` ranks."""
@@ -80,7 +81,7 @@ class TensorPlanning:
             experts = (name_pattern(block.name) for block in find_experts(placement.model))
             settings = replace(settings, replicate=(*settings.replicate, *experts))
         placement.tensor_plan = choose_tensor_plan(
-            placement.model, settings, mesh.tp, request.example_run, request.deferred_model
+            placement.model, settings, request.tensor_shards or mesh.tp, request.example_run, request.deferred_model
         )
 
 
@@ -97,6 +98,7 @@ class PipelineStages:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example_run is not None
+        has_shards = isinstance(request.context_parallel, ExactContextParallel)
         has_remat = parse_remat(request.layout.remat).is_on
         placement.pipeline_model = build_pipeline_model(
             placement.model,
@@ -106,7 +108,8 @@ class PipelineStages:
             call=request.example_run,
             settings=request.settings,
             report=request.report,
-            can_split_backward=worlds.mesh.zero != 3 and not has_remat and not request.is_compiled,
+            can_split_backward=not (worlds.mesh.zero == 3 or has_remat or request.is_compiled or has_shards),
+            has_sequence_shards=has_shards,
             time_modules=make_block_timer(
                 placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
             ),
@@ -134,14 +137,17 @@ class TensorParallel:
     name = "tensors"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether weights are split."""
-        return request.worlds.mesh.tp > 1
+        """Return whether weights are split, over ranks or into logical shards."""
+        return request.worlds.mesh.tp > 1 or request.tensor_shards is not None
 
     def apply(self, placement: Placement) -> None:
         """Split the weights as the plan says."""
         request, plan = placement.request, placement.tensor_plan
         assert plan is not None
-        split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
+        split = split_model(
+            placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence,
+            logical_shards=request.tensor_shards,
+        )  # fmt: skip
         if placement.pipeline_model is not None:
             placement.pipeline_model.stages.on_forward_end.append(split.restore_parameters)
         placement.tensor_placement = split
@@ -244,8 +250,9 @@ class FixedPoint:
         """Create the grid."""
         assert placement.tied_uses is not None
         placement.grid = build_fixed_point_grid(
-            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds.pp
-        )
+            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds,
+            num_backwards=placement.num_sequence_shards,
+        )  # fmt: skip
 
 
 class FullSharding:
@@ -408,7 +415,12 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
 
 
 def build_fixed_point_grid(
-    members: Sequence[NamedParameter], tied_uses: TiedUses, pipeline_model: PipelineModel | None, stage_world: World
+    members: Sequence[NamedParameter],
+    tied_uses: TiedUses,
+    pipeline_model: PipelineModel | None,
+    worlds: MeshGroups,
+    *,
+    num_backwards: int = 1,
 ) -> FixedPointGrid:
     """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
 
@@ -424,9 +436,14 @@ def build_fixed_point_grid(
             hint="a separate module for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    grid = FixedPointGrid(names=[m.name for m in members], extra_worlds=[stage_world], tied_uses=tied_uses)
+    grid = FixedPointGrid(
+        names=[m.name for m in members],
+        extra_worlds=[worlds.pp, worlds.tp],
+        tied_uses=tied_uses,
+        num_backwards=num_backwards,
+    )
     if ties:
         tied_uses.multi_stage_names = frozenset(ties)
-        grid.set_ties(ExactTies(ties, world=stage_world))
+        grid.set_ties(ExactTies(ties, world=worlds.pp))
     tied_uses.register_hooks()
     return grid

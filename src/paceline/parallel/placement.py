@@ -11,6 +11,7 @@ from paceline.config.compression import Compression
 from paceline.config.layout import Layout
 from paceline.config.settings import PlacementSettings
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.expert_parallel.expert_parallel import ShardedExperts
@@ -41,10 +42,12 @@ class PlacementRequest:
     """A function that prints a message for the user."""
     settings: PlacementSettings = field(default_factory=PlacementSettings)
     exact: bool = False
+    tensor_shards: int | None = None
+    """The number of logical shards of each weight that tensor parallelism splits, in exact mode."""
     is_compiled: bool = False
     full_tensor_names: Sequence[str] = ()
     """The parameters whose update rule needs the full tensor."""
-    context_parallel: ContextParallel | None = None
+    context_parallel: ContextParallel | ExactContextParallel | None = None
     deferred_rows: DeferredRows | None = None
     """This rank's rows of the parameters, if the model is on the meta device."""
     deferred_model: DeferredModel | None = None
@@ -71,7 +74,7 @@ class Placement:
     tensor_placement: TensorParallelPlacement | None = None
     deferred_rows: DeferredRows | None = None
     blocks: Sequence[Block] | None = None
-    context_parallel: ContextParallel | None = None
+    context_parallel: ContextParallel | ExactContextParallel | None = None
     grid: FixedPointGrid | None = None
     current_parameters: Sequence[NamedParameter] = ()
     partition: Partition | None = None
@@ -130,7 +133,14 @@ class Placement:
             expert_names=self.expert_specs,
             full_tensor_names=request.full_tensor_names,
             deferred_rows=self.deferred_rows,
+            has_several_forwards=self.num_sequence_shards > 1,
         )
+
+    @property
+    def num_sequence_shards(self) -> int:
+        """The number of sequence shards that this rank computes under exact context parallelism, or else 1."""
+        context = self.request.context_parallel
+        return len(context.shard_numbers) if isinstance(context, ExactContextParallel) else 1
 
     def apply_data_parallel(
         self, partition_parameters: Callable[[Sequence[NamedParameter], ShardingRequest], Partition]
@@ -169,7 +179,7 @@ class ParallelizedModel:
     """The fixed-point grid of exact mode; None without it."""
     undos: Sequence[Callable[[], None]] = ()
     """Functions that remove what the parallelisms have installed."""
-    context_parallel: ContextParallel | None = None
+    context_parallel: ContextParallel | ExactContextParallel | None = None
     hooked_names: tuple[str, ...] = ()
     """The parameters on which the user registered hooks."""
 

@@ -4,6 +4,8 @@ Start with `check_command.py`.
 
 - `check_command.py`: The `check` verb: runs an unmodified training script for a few steps, and says whether it trains
   as it should.
+- `loop_check.py`: `pl.check`: judge the training loop of this process, in a notebook or in a script, without a line in
+  a shell.
 - `record_command.py`: The `record` verb: runs an unmodified training script for a few steps, and keeps fingerprints of
   them to compare.
 - `recorded_script.py`: Record the run of a command, and say why the recording is not whole, if it isn't.

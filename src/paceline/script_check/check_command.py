@@ -40,7 +40,7 @@ def run_verb(options: CheckOptions, command: list[str]) -> VerbOutput:
     finally:
         if not options.out:
             shutil.rmtree(folder, ignore_errors=True)
-    text = describe_verdict(verdict, command, wrappers)
+    text = f"{describe_command(command)}\n{describe_verdict(verdict, wrappers)}"
     if not options.json:
         print_line(text)  # to standard output, also with findings: it is the answer
         text = ""
@@ -73,10 +73,10 @@ def _nothing_recorded(recorded: RecordedScript) -> Verdict:
     )
 
 
-def describe_verdict(verdict: Verdict, command: list[str], wrappers: list[str]) -> str:
+def describe_verdict(verdict: Verdict, wrappers: list[str]) -> str:
     """Return the verdict as text for a person."""
     around = f", {', '.join(wrappers)}" if wrappers else ""
-    lines = [describe_command(command)]
+    lines = []
     if verdict.steps:
         lines.append(f"{plural(verdict.steps, 'step')} of {plural(verdict.ranks, 'rank')}{around}")
     for finding in verdict.findings:

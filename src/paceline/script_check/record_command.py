@@ -21,6 +21,8 @@ class RecordOptions:
     """The folder for the recording, which must be new or empty."""
     steps: int = 8
     """Number of optimizer steps to record; then the command is ended. 0: until it ends by itself."""
+    every: int = 1
+    """Summarize gradients and weights only at every n-th step, which costs less; at the first and last ones, too."""
     seed: int | None = None
     """Seed random numbers before the first line of the script, for scripts that seed nothing."""
     batches: bool = False
@@ -46,10 +48,11 @@ class RecordedSummary:
 
 def run_verb(options: RecordOptions, command: list[str]) -> VerbOutput:
     """Run the verb; `command` is what follows `--`. Return the exit code, the value for `--json`, and the text."""
-    refuse_options(steps=options.steps, wait=options.wait, out=options.out)
+    refuse_options(steps=options.steps, every=options.every, wait=options.wait, out=options.out)
     origin = ScriptRecording(
         command=tuple(command),
         steps=options.steps,
+        every=options.every,
         seed=options.seed,
         has_batches=options.batches,
         fed="" if options.feed is None else refuse_feed(options.feed),

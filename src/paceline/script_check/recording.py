@@ -20,7 +20,6 @@ KEEP_VARIABLE = "PACELINE_SCRIPT_KEEP_BATCHES"
 FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
 """The folder of a recording whose batches the script gets in place of its own."""
 BATCH_FOLDER = "batches"
-START_FOLDER = "start"
 _ORIGIN_FILE = "script.json"
 
 
@@ -47,28 +46,6 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     faint_share: float = 0.0
 
 
-class PiecePrint(msgspec.Struct, frozen=True, array_like=True):
-    """What this process has of a parameter that a rank of another recording holds whole or in part.
-
-    `own_name` is this process's parameter, and `num_padding` the number of elements that it lacks. `gradient` and
-    `weight` are those of its elements, in the order of the rank's.
-    """
-
-    rank: int
-    name: str
-    own_name: str
-    num_padding: int
-    gradient: TensorPrint | None
-    weight: TensorPrint
-
-
-class UnknownPiece(msgspec.Struct, frozen=True, array_like=True):
-    """A parameter of a rank of another recording whose start values this process has nowhere."""
-
-    rank: int
-    name: str
-
-
 class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     """A forward pass of the outermost module: one in training mode, or one in eval mode that has a backward pass.
 
@@ -93,8 +70,25 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     random_state: int = 0
     is_training: bool = True
     inactive: tuple[str, ...] = ()
-    row_shape: tuple[int, ...] = ()
-    """The shape of one sample in the first input that has one."""
+
+
+class LoaderUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The use of a data loader since the step before.
+
+    The loader is in its pass number `passes` through the data, has given `batches`, and `last` is the number of the
+    last one in its pass. `epoch` is that of a `DistributedSampler` that shuffles, in this pass. `is_restarted`: the
+    pass before was not read to its end. `is_epoch_forgotten`: nobody has called `set_epoch` of the sampler.
+    """
+
+    loader: int
+    num_workers: int
+    is_iterable: bool
+    passes: int
+    batches: int
+    last: int
+    epoch: int | None = None
+    is_restarted: bool = False
+    is_epoch_forgotten: bool = False
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +98,8 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     argv: tuple[str, ...]
     torch: str
+    seed: int = 0
+    """The last seed of torch's random numbers on the CPU; a large one if the script seeds nothing."""
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +136,15 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """How far each learning rate scheduler of this optimizer is."""
     lines: dict[str, str] = {}
     """The user's lines that called `backward` and `step`, as `file:number`."""
-    num_iterable_workers: int = 0
-    """Processes of the `DataLoader` that read one `IterableDataset`."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    """The shapes of the weights on this rank, before the first step."""
-    pieces: tuple[PiecePrint, ...] = ()
-    """The parameters of the ranks whose batches this process gets, if they hold the model in pieces."""
-    unknown_pieces: tuple[UnknownPiece, ...] = ()
+    loaders: tuple[LoaderUse, ...] = ()
+    loss_scales: tuple[float, ...] = ()
+    """The scale of each `GradScaler` at the step."""
+    made_before: int = 0
+    """The steps that the state of the optimizer had before the first recorded one."""
+    unreadable: tuple[str, ...] = ()
+    """Tensors that can't be summarized, with the reason."""
+    framework: str = ""
+    """`Lightning`, if it runs the loop."""
 
 
 class RecorderFault(msgspec.Struct, frozen=True, kw_only=True):

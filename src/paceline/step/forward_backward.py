@@ -65,18 +65,20 @@ class MicrobatchForwardBackward:
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run the forward and the backward of each microbatch."""
         local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
-        counts = self._gather_counts([local.data for local in local_microbatches])
+        counts = self._gather_counts([part.data for local in local_microbatches for part in parts_of(local)])
         num_missing = self._stand_ins.count_missing(step_batch)
         reduction: TotalsReduction | None = None
         for position, (microbatch, local) in enumerate(zip(step_batch.micro, local_microbatches, strict=True)):
             is_last = position == len(local_microbatches) - 1 and not num_missing
             index, num_samples = microbatch.index, microbatch.num_samples
-            terms = forward(self._replica, local, step=step, index=index, num_samples=num_samples)
-            reduction = reduction or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
-            self._totals_builder.store_terms(reduction, index, terms)
+            terms = forward_parts(self._replica, local, step=step, index=index, num_samples=num_samples)
+            reduction = reduction or self._totals_builder.new_reduction(step_batch, terms[0], stop=stop)
+            for shard, part_terms in zip(self._replica.shard_numbers, terms, strict=True):
+                self._totals_builder.store_terms(reduction, index, part_terms, shard=shard)
             if is_last:
                 self._totals_builder.start_reduction(reduction)
-            backward(self._replica, loss_for_backward(terms, counts), last=is_last, microbatch=local)
+            losses = [loss_for_backward(part_terms, counts) for part_terms in terms]
+            backward_parts(self._replica, losses, last=is_last, microbatch=local)
         reduction = self._run_stand_ins(step_batch, local_microbatches, num_missing, reduction, step=step, stop=stop)
         if not self._divides_locally:
             reduction.set_expected_counts(counts or {})
@@ -120,12 +122,12 @@ class MicrobatchForwardBackward:
         for number in range(num_missing):
             is_last = number == num_missing - 1
             with self._replica.zero_weight_context():
-                terms = forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=0)
-                reduction = reduction or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
+                terms = forward_parts(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=0)
+                reduction = reduction or self._totals_builder.new_reduction(step_batch, terms[0], stop=stop)
                 if is_last:
                     self._totals_builder.start_reduction(reduction)
-                zero_loss = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-                backward(self._replica, zero_loss, last=is_last, has_samples=False, microbatch=stand_in)
+                losses = [torch.stack([total for total, _ in each.values()]).sum() * 0.0 for each in terms]
+                backward_parts(self._replica, losses, last=is_last, has_samples=False, microbatch=stand_in)
         assert reduction is not None
         return reduction
 
@@ -214,12 +216,36 @@ class BatchForwardBackward:
 
 
 def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
-    """Run the forward of one microbatch in an evaluation, and pass output, terms and data to `on_output`."""
+    """Run the forward of one microbatch in an evaluation, and pass output, terms and data to `on_output`.
+
+    The sequence shards of exact context parallelism are passed one after another.
+    """
     microbatch = replica.slice_microbatch(batch)
+    if replica.exact_context is None:
+        with open_all(replica.forward_contexts):
+            on_output(*evaluate_part(replica, microbatch, num_samples=num_samples))
+        return
+
+    def evaluate_shard(position: int) -> tuple[Any, Terms, Any]:
+        with open_all(replica.forward_contexts):
+            return evaluate_part(replica, microbatch.shards[position], num_samples=num_samples)
+
+    results = replica.exact_context.run(evaluate_shard, length=microbatch.length)
     with open_all(replica.forward_contexts):
-        with microbatch.forward_context():
-            output = replica.contract.forward(replica.model, microbatch.data)
-        on_output(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
+        for output, terms, data in results:
+            on_output(output, terms, data)
+
+
+def evaluate_part(replica: ReplicaContext, part: LocalMicrobatch, *, num_samples: int) -> tuple[Any, Terms, Any]:
+    """Run the forward of one part of a microbatch; return the output, its loss terms, and the part's data."""
+    with part.forward_context():
+        output = replica.contract.forward(replica.model, part.data)
+    return output, replica.contract.terms(output, part.data, num_samples=num_samples), part.data
+
+
+def parts_of(microbatch: LocalMicrobatch) -> Sequence[LocalMicrobatch]:
+    """Return the parts of a microbatch that have their own forward: its sequence shards, or the microbatch itself."""
+    return microbatch.shards or (microbatch,)
 
 
 def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
@@ -237,6 +263,32 @@ def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, 
             output = replica.contract.forward(replica.model, microbatch.data)
         terms = replica.contract.terms(output, microbatch.data, num_samples=num_samples)
         replica.contract.run_sum_check(output, microbatch.data, terms)
+    if num_samples > 0:
+        for recorder in replica.state_recorders:
+            recorder.end_forward(index)
+    return terms
+
+
+def forward_parts(
+    replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, index: int, num_samples: int
+) -> list[Terms]:
+    """Run the forwards of all parts of a microbatch like `forward`, and return the loss terms of each part."""
+    if replica.exact_context is None:
+        return [forward(replica, microbatch, step=step, index=index, num_samples=num_samples)]
+    for recorder in replica.state_recorders:
+        recorder.set_microbatch(index, has_samples=num_samples > 0)
+    replica.random_streams.enter(step=step, microbatch=index)
+
+    def forward_shard(position: int) -> Terms:
+        shard = microbatch.shards[position]
+        with open_all(replica.forward_contexts):
+            with shard.forward_context():
+                output = replica.contract.forward(replica.model, shard.data)
+            terms = replica.contract.terms(output, shard.data, num_samples=num_samples)
+            replica.contract.run_sum_check(output, shard.data, terms)
+        return terms
+
+    terms = replica.exact_context.run(forward_shard, is_training=True, length=microbatch.length)
     if num_samples > 0:
         for recorder in replica.state_recorders:
             recorder.end_forward(index)
@@ -317,6 +369,30 @@ def backward(
     microbatch_contexts = [] if microbatch is None else [microbatch.backward_context]
     with open_all([*rng_contexts, *recording_contexts, *microbatch_contexts]):
         run_backward([replica.update.scale_loss(loss)], [None])
+    replica.reducer.after_backward()
+
+
+def backward_parts(
+    replica: ReplicaContext,
+    losses: Sequence[Tensor],
+    *,
+    last: bool,
+    has_samples: bool = True,
+    microbatch: LocalMicrobatch,
+) -> None:
+    """Run the backwards of all parts of a microbatch like `backward`. `losses` has the loss of each part."""
+    if replica.exact_context is None:
+        backward(replica, losses[0], last=last, has_samples=has_samples, microbatch=microbatch)
+        return
+    if not all(loss.requires_grad for loss in losses):
+        raise no_gradient_error()
+    replica.reducer.before_backward(last=last, has_samples=has_samples)
+
+    def backward_shard(position: int) -> None:
+        with microbatch.shards[position].backward_context():
+            run_backward([replica.update.scale_loss(losses[position])], [None])
+
+    replica.exact_context.run(backward_shard)
     replica.reducer.after_backward()
 
 

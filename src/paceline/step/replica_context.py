@@ -15,7 +15,8 @@ from torch import nn
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormSampleWeight
-from paceline.parallel.context_parallel.context_parallel import ContextParallel
+from paceline.parallel.context_parallel.context_parallel import BatchShard, ContextParallel
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.gradients.partition import do_nothing
@@ -80,11 +81,17 @@ class ForwardStateRecorder(Protocol):
 
 @dataclass(frozen=True)
 class LocalMicrobatch:
-    """A rank's part of a microbatch, and the contexts that its forward and its backward run in."""
+    """A rank's part of a microbatch, and the contexts that its forward and its backward run in.
+
+    Under exact context parallelism, the part consists of `shards`, each with its own forward and backward, and has no
+    data of its own. `length` is then the length of the full sequences.
+    """
 
     data: Any
     forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
     backward_context: Callable[[], AbstractContextManager[None]] = nullcontext
+    shards: Sequence["LocalMicrobatch"] = ()
+    length: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,7 @@ class ReplicaContext:
     exact: bool = False
     sync_bn_sample_weight: SyncBatchNormSampleWeight | None = None
     rng_turns: RngTurns | None = None
-    context_parallel: ContextParallel | None = None
+    context_parallel: ContextParallel | ExactContextParallel | None = None
     undo_reduction: Callable[[], None] = do_nothing
 
     @cached_property
@@ -116,7 +123,10 @@ class ReplicaContext:
 
         Under context parallelism, the part is a slice of each sequence. Otherwise it is the whole microbatch.
         """
-        return LocalMicrobatch if self.context_parallel is None else partial(_slice_for_rank, self.context_parallel)
+        context = self.context_parallel
+        if isinstance(context, ExactContextParallel):
+            return partial(_slice_for_shards, context)
+        return LocalMicrobatch if context is None else partial(_slice_for_rank, context)
 
     @cached_property
     def load_microbatch(self) -> Callable[[Any], LocalMicrobatch]:
@@ -147,7 +157,18 @@ class ReplicaContext:
             buffers=self.watched_buffers,
             reports_loss=reports_loss,
             on_empty=self.update.on_empty,
+            num_shards=1 if self.exact_context is None else self.exact_context.num_shards,
         )
+
+    @cached_property
+    def exact_context(self) -> ExactContextParallel | None:
+        """Exact context parallelism, or None if sequences are not split into a fixed number of shards."""
+        return self.context_parallel if isinstance(self.context_parallel, ExactContextParallel) else None
+
+    @cached_property
+    def shard_numbers(self) -> Sequence[int]:
+        """The numbers of this rank's sequence shards; zero alone without exact context parallelism."""
+        return range(1) if self.exact_context is None else self.exact_context.shard_numbers
 
     @cached_property
     def world(self) -> World:
@@ -198,8 +219,20 @@ class ReplicaContext:
         return torch.autocast(self.world.device.type, dtype=dtype, cache_enabled=False)
 
 
+def _slice_for_shards(context: ExactContextParallel, batch: Any) -> LocalMicrobatch:
+    shards = context.shard(batch)
+    return LocalMicrobatch(
+        None,
+        shards=[_make_microbatch(shard_context, batch_slice) for shard_context, batch_slice in shards],
+        length=shards[0][1].sharding.length,
+    )
+
+
 def _slice_for_rank(context_parallel: ContextParallel, batch: Any) -> LocalMicrobatch:
-    batch_slice = context_parallel.shard(batch)
+    return _make_microbatch(context_parallel, context_parallel.shard(batch))
+
+
+def _make_microbatch(context_parallel: ContextParallel, batch_slice: BatchShard) -> LocalMicrobatch:
     return LocalMicrobatch(
         batch_slice.data,
         forward_context=partial(context_parallel.forward, batch_slice),

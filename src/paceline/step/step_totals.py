@@ -66,14 +66,17 @@ class StepTotals:
 class TotalsReduction:
     """The reduction vector of one step: flags, then a slot with `(sum, count)` for each term of each microbatch.
 
-    Exactly one rank fills each slot, and the other ranks add zeros. So the order of the sum changes no bit.
+    Exactly one rank fills each slot, and the other ranks add zeros. So the order of the sum changes no bit. With exact
+    context parallelism, each of the `num_shards` sequence shards of a microbatch has a slot.
     """
 
-    def __init__(self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop") -> None:
+    def __init__(
+        self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop", num_shards: int = 1
+    ) -> None:
         self._world = world
         self._num_ranks = world.world_size
         self.names = tuple(names)
-        self._num_micro = num_micro
+        self._num_micro, self._num_shards = num_micro, num_shards
         self._on_empty = on_empty
         self._flags = [0.0] * _NUM_FLAGS
         self._slots: dict[int, Terms] = {}
@@ -90,11 +93,13 @@ class TotalsReduction:
         """Set a flag, or store the batch's fingerprint."""
         self._flags[index] = value % _FINGERPRINT_RANGE
 
-    def store_terms(self, microbatch: int, terms: Terms) -> None:
-        """Store the terms of the microbatch with this index."""
+    def store_terms(self, microbatch: int, terms: Terms, *, shard: int = 0) -> None:
+        """Store the terms of the microbatch with this index, or of one of its sequence shards."""
         if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
-        self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        self._slots[microbatch * self._num_shards + shard] = {
+            name: (total.detach(), count) for name, (total, count) in terms.items()
+        }
 
     def start(self) -> None:
         """Start the all-reduce. Ranks without a microbatch call this too."""
@@ -107,7 +112,11 @@ class TotalsReduction:
         Expected counts are not copied, because each site divides by its own counts and has already checked them.
         """
         all_sites = TotalsReduction(
-            world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty
+            world=self._world,
+            names=self.names,
+            num_micro=self._num_micro,
+            on_empty=self._on_empty,
+            num_shards=self._num_shards,
         )
         all_sites._flags, all_sites._num_ranks = self._flags, self._num_ranks * batcher.peers.world_size
         all_sites._vector = self._wait_for_vector().clone()
@@ -158,7 +167,8 @@ class TotalsReduction:
                 check_count(name, count)
             sums[name], counts[name] = _sum_or_nan(term_sums), _sum_or_nan(term_counts)
             if not math.isfinite(sums[name]):
-                nonfinite_terms += [(index, name) for index, value in enumerate(term_sums) if not math.isfinite(value)]
+                slots = [index for index, value in enumerate(term_sums) if not math.isfinite(value)]
+                nonfinite_terms += [(index, name) for index in sorted({slot // self._num_shards for slot in slots})]
         terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return StepTotals(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
@@ -195,7 +205,7 @@ class TotalsReduction:
         """Return the vector with this rank's flags and slots."""
         width = 2 * len(self.names)
         if self._world.device.type == "cpu":
-            values = [*self._flags, *[0.0] * (self._num_micro * width)]
+            values = [*self._flags, *[0.0] * (self._num_micro * self._num_shards * width)]
             for index, terms in self._slots.items():
                 slot_values = [float(part) for name in self.names for part in terms.get(name, (0.0, 0.0))]
                 values[_NUM_FLAGS + index * width : _NUM_FLAGS + (index + 1) * width] = slot_values
@@ -204,7 +214,9 @@ class TotalsReduction:
 
     def _pack_on_device(self, width: int) -> Tensor:
         device = self._world.device
-        vector = torch.zeros(_NUM_FLAGS + self._num_micro * width, dtype=torch.float64, device=device)
+        vector = torch.zeros(
+            _NUM_FLAGS + self._num_micro * self._num_shards * width, dtype=torch.float64, device=device
+        )
         vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
         for index, terms in self._slots.items():
             for position, part in enumerate(part for name in self.names for part in terms.get(name, (0.0, 0.0))):
@@ -301,12 +313,14 @@ class TotalsBuilder:
         buffers: Sequence[BufferPolicy],
         reports_loss: bool,
         on_empty: str,
+        num_shards: int = 1,
     ) -> None:
         self._world = world
         self._contract = contract
         self._buffers = buffers
         self._reports_loss = reports_loss
         self._on_empty = on_empty
+        self._num_shards = num_shards
         self._names: tuple[str, ...] | None = None
 
     @property
@@ -321,16 +335,20 @@ class TotalsBuilder:
         """
         names = self.agree_on_names(terms)
         reduction = TotalsReduction(
-            world=self._world, names=names, num_micro=step_batch.num_micro, on_empty=self._on_empty
+            world=self._world,
+            names=names,
+            num_micro=step_batch.num_micro,
+            on_empty=self._on_empty,
+            num_shards=self._num_shards,
         )
         reduction.set_flag(STOP, float(stop))
         reduction.set_flag(FINGERPRINT, float(step_batch.fingerprint))
         return reduction
 
-    def store_terms(self, reduction: TotalsReduction, index: int, terms: Terms) -> None:
-        """Store a microbatch's terms in the vector, if this rank reports them."""
+    def store_terms(self, reduction: TotalsReduction, index: int, terms: Terms, *, shard: int = 0) -> None:
+        """Store the terms of a microbatch, or of one of its sequence shards, if this rank reports them."""
         if self._reports_loss:
-            reduction.store_terms(index, terms)
+            reduction.store_terms(index, terms, shard=shard)
 
     def start_reduction(self, reduction: TotalsReduction) -> None:
         """Set the flag for changed buffers, and start the all-reduce of the vector."""

@@ -5,11 +5,13 @@ and the `_orig_mod` of a compiled module.
 
 Start with `private_api.py`.
 
-- `data_iterators.py`: The iterators of torch's `DataLoader`: how many processes read one iterable dataset.
+- `data_iterators.py`: The iterators of torch's `DataLoader`: each batch that one of them gives is seen.
 - `dispatch_modes.py`: Dispatch modes that observe every operation of a thread; the only module that uses torch's
   dispatch modes.
+- `flat_parameters.py`: The flat parameters of FSDP1, and which part of each original parameter a rank has.
 - `flight_recorder.py`: The flight recorder of torch, which knows the collectives of a process that have not completed,
   whoever started them.
+- `fsdp_units.py`: Private parts of `fully_shard`: keep units gathered until the caller frees them.
 - `function_signatures.py`: The signatures of the torch functions that this library overrides, and the binding of call
   arguments to them.
 - `private_api.py`: Code that uses private torch APIs, which are not documented.

@@ -6,6 +6,7 @@ step adds sums, counts and gradients over all data-parallel ranks and all `cp` r
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -154,12 +155,16 @@ def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -
     shifts labels, the hook also passes `labels` as `shift_labels`, so that the model does not shift them. With
     `should_shift_labels`, `shard` has already shifted them. Without it, the labels are not shifted at all, and
     `output.loss` is wrong. But then the job has a loss of its own, and a job whose loss uses `output.loss` is refused.
+    The hook acts in the thread that calls this function only, since other threads may run other shards.
     """
+    thread = threading.get_ident()
     forward_parameters = inspect.signature(model.forward).parameters
     names = [name for name in forward_parameters if name != "self"]
     should_pass_labels = loss_shifts_labels(model)
 
     def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != thread:
+            return None
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
         added: dict[str, Any] = {}

@@ -26,9 +26,9 @@ from paceline.parallel.context_parallel.attention_mask import InterpretedMask, i
 from paceline.parallel.context_parallel.multihead_attention import multi_head_attention
 from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
-from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.rules.matmul import compute_sharded_attention
 from paceline.parallel.tensor_parallel.sharded_tensor import NoRule, ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.sharding import slice_shard
 from paceline.torch_internals.function_signatures import bind_arguments
 
 MAX_RANDOM_NUMBERS = 2**30

@@ -61,7 +61,7 @@ class SequenceSharding:
             raise LayoutError(
                 f"a sequence of {self.length} over cp={self.ranks} needs at least 2 x {self.ranks} = "
                 f"{2 * self.ranks} positions: each rank holds an early and a late chunk.",
-                cause="a short batch, or cp too large for these sequences",
+                cause="a short batch, or cp (in exact mode: train.sequence_shards) too large for these sequences",
                 hint=f"cp={max(1, self.length // 2)} or less, or pad this batch to {2 * self.ranks}",
             )
 

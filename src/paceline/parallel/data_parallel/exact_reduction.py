@@ -35,15 +35,22 @@ class FixedPointGrid:
     Checkpoints contain `exponents`. `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold
     other parameters. Magnitudes are exchanged with them too, because all ranks rerun a step together. `tied_uses`
     separates a tied weight's gradients by use. Gradients of the ties in `set_ties` are summed over pipeline stages.
-    In the methods, `largest` is the result of `max_magnitudes`.
+    `num_backwards` is the number of backwards of a microbatch on this rank: one for each of its sequence shards. In the
+    methods, `largest` is the result of `max_magnitudes`.
     """
 
     def __init__(
-        self, *, names: Sequence[str], extra_worlds: Sequence[World] = (), tied_uses: TiedUses | None = None
+        self,
+        *,
+        names: Sequence[str],
+        extra_worlds: Sequence[World] = (),
+        tied_uses: TiedUses | None = None,
+        num_backwards: int = 1,
     ) -> None:
         self.names = list(names)
         self.exponents: list[int | None] = [None] * len(self.names)
         self._extra_worlds = [world for world in extra_worlds if world.world_size > 1]
+        self.num_backwards = num_backwards
         self._tied_uses = tied_uses
         self._ties: ExactTies | None = None
 
@@ -107,8 +114,9 @@ class FixedPointGrid:
 class _ExactBucket:
     """A bucket of int64 sums that are all-reduced together."""
 
-    def __init__(self, members: Sequence[NamedParameter], *, device: torch.device) -> None:
+    def __init__(self, members: Sequence[NamedParameter], *, device: torch.device, num_backwards: int) -> None:
         self.members = list(members)
+        self._num_gradients = len(self.members) * num_backwards
         sizes = [member.parameter.numel() for member in members]
         self.sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self.member_sums = list(self.sums.split(sizes))
@@ -118,7 +126,7 @@ class _ExactBucket:
     @property
     def is_full(self) -> bool:
         """Return whether all gradients of the bucket are ready."""
-        return self.num_ready == len(self.member_sums)
+        return self.num_ready == self._num_gradients
 
 
 class ExactReducer:
@@ -133,7 +141,10 @@ class ExactReducer:
         self._world = world
         self._named_parameters = list(named_parameters)
         self._grid = grid
-        self._buckets = [_ExactBucket(members, device=world.device) for members in make_buckets(named_parameters)]
+        self._buckets = [
+            _ExactBucket(members, device=world.device, num_backwards=grid.num_backwards)
+            for members in make_buckets(named_parameters)
+        ]
         self._scratch = make_scratch_buffer(world.device)
         self._magnitudes = GradientMagnitudes(num_parameters=len(grid.names))
         self._has_grad = [False] * len(grid.names)

@@ -87,6 +87,8 @@ class ShardingRequest:
     """The parameters whose update rule needs the full tensor."""
     deferred_rows: DeferredRows | None
     """This rank's rows of parameters, if the model is on the meta device."""
+    has_several_forwards: bool = False
+    """True if several forwards of one microbatch run in turns, each with its own backward."""
 
 
 def replicate_parameters(named_parameters: Sequence[NamedParameter], request: ShardingRequest) -> Partition:
@@ -147,6 +149,7 @@ def partition_zero3(
             absent_names=request.absent_names,
             expert_names=request.expert_names,
             deferred_rows=request.deferred_rows,
+            has_several_forwards=request.has_several_forwards,
         )
     )
 

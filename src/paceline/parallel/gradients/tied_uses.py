@@ -33,6 +33,7 @@ class TiedUses:
         self.names = frozenset(name for name, count in counts.items() if count > 1)
         self._locations = [(name, *location) for name in self.names for location in locations[name]]
         self._use_gradients: dict[str, list[Tensor]] = {}
+        self._replaced: dict[tuple[int, str], list[Any]] = {}
         self._handles: list[Any] = []
         self.multi_stage_names: Collection[str] = ()
 
@@ -41,12 +42,15 @@ class TiedUses:
         for name, module, attribute in self._locations:
             self._handles += [
                 module.register_forward_pre_hook(partial(self._insert_view, name=name, attribute=attribute)),
-                module.register_forward_hook(partial(_remove_view, attribute=attribute), always_call=True),
+                module.register_forward_hook(
+                    partial(self._remove_view, attribute=attribute), always_call=True, prepend=True
+                ),
             ]
 
     def clear_gradients(self) -> None:
         """Drop the gradients of an unfinished step."""
         self._use_gradients.clear()
+        self._replaced.clear()
 
     def gradients_by_use(self, name: str, outside_gradient: Tensor) -> list[Tensor]:
         """Return a weight's gradients, one per use.
@@ -69,13 +73,27 @@ class TiedUses:
         return gradients
 
     def _insert_view(self, module: nn.Module, _: Any, *, name: str, attribute: str) -> None:
-        """Replace a weight by a view for one call of a module, and store the gradient of the view."""
-        parameter = module._parameters[attribute]
+        """Replace a weight by a view for one call of a module, and store the gradient of the view.
+
+        If tensor parallelism has replaced the weight by a sharded tensor, the view gets the same sharding.
+        """
+        parameter, current = module._parameters[attribute], module.__dict__.get(attribute)
+        self._replaced.setdefault((id(module), attribute), []).append(current)
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return
         use = parameter.view_as(parameter)
         use.register_hook(partial(self._store_gradient, name))
-        module.__dict__[attribute] = use
+        replaced_with_view = getattr(current, "with_parameter", None)
+        module.__dict__[attribute] = use if replaced_with_view is None else replaced_with_view(use)
+
+    def _remove_view(self, module: nn.Module, *_: Any, attribute: str) -> None:
+        """Put back what was in the weight's place before the call."""
+        stack = self._replaced.get((id(module), attribute), [])
+        previous = stack.pop() if stack else None
+        if previous is None:
+            module.__dict__.pop(attribute, None)
+        else:
+            module.__dict__[attribute] = previous
 
     def _store_gradient(self, name: str, gradient: Tensor) -> Tensor:
         self._use_gradients.setdefault(name, []).append(gradient)
@@ -86,7 +104,3 @@ class TiedUses:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _remove_view(module: nn.Module, *_: Any, attribute: str) -> None:
-    module.__dict__.pop(attribute, None)

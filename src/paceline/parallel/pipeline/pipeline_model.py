@@ -91,6 +91,7 @@ def build_pipeline_model(
     settings: PlacementSettings,
     report: Callable[[str], None] = lambda line: None,
     can_split_backward: bool = True,
+    has_sequence_shards: bool = False,
     time_modules: ModuleTimer | None = None,
     deferred_model: DeferredModel | None = None,
 ) -> PipelineModel:
@@ -98,7 +99,7 @@ def build_pipeline_model(
 
     `settings` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
     `report` receives a note. The stages are balanced by the seconds that `time_modules` returns.
-    `deferred_model` is set if the parameters are still on the meta device.
+    With `has_sequence_shards`, sequences run in parts. With `deferred_model`, the parameters are on the meta device.
 
     Raises:
         LayoutError: the model can't be split into stages; the message gives the cause.
@@ -121,7 +122,7 @@ def build_pipeline_model(
         stages = Stages(model, split=chain_split, owned_stages=owned_stages, device=world.device)
         absent_names = _absent_names_of_chain(model, chain_split, owned_stages)
     else:
-        _refuse_graph_with_cp_or_ep(mesh, chain_split)
+        _refuse_graph_with_cp_or_ep(mesh, chain_split, has_sequence_shards=has_sequence_shards)
         plan = _plan_graph(request, chain_split, world.device)
         stages = GraphStages(model, split=plan.split, owned_stages=owned_stages, empty_model=plan.empty_model)
         absent_names = _absent_names(model, plan.split, owned_stages)
@@ -201,8 +202,9 @@ def _refuse_counter(split: StageSplit, program: Program) -> None:
         )
 
 
-def _refuse_graph_with_cp_or_ep(mesh: Mesh, no_chain: NoChain | None) -> None:
-    axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
+def _refuse_graph_with_cp_or_ep(mesh: Mesh, no_chain: NoChain | None, *, has_sequence_shards: bool) -> None:
+    used = {"cp": mesh.cp > 1 or has_sequence_shards, "ep": mesh.ep > 1}
+    axis = next((axis for axis, is_used in used.items() if is_used), None)
     if axis is not None:
         raise LayoutError(
             f"pp with {axis} needs a chain of blocks. pp exports other models as graphs, and {axis} can't see "

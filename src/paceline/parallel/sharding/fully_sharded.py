@@ -30,6 +30,7 @@ from paceline.parallel.sharding.unit_guard import UnitGuards
 from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
 from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
+from paceline.torch_internals.fsdp_units import GatheredUnits
 from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 
@@ -45,14 +46,15 @@ def shard_zero3(
     model: nn.Module, *, named_parameters: Sequence[NamedParameter], data_groups: DataGroups,
     grid: FixedPointGrid | None = None, base_specs: ShardSpecs | None = None, options: FullShardOptions | None = None,
     absent_names: Collection[str] | None = None, expert_names: Collection[str] = (),
-    deferred_rows: DeferredRows | None = None,
+    deferred_rows: DeferredRows | None = None, has_several_forwards: bool = False,
 ) -> ShardedModel:  # fmt: skip
     """Shard the model in place. Every rank calls this with the same full weights; on one rank nothing is sharded.
 
     `absent_names` are the parameters of other pipeline stages; None means that there is no pipeline. In a pipeline,
     other forwards run before the model's backward, so parameters outside all units stay gathered until the end of the
     step. `expert_names` are the expert parameters, which are not sharded here. `base_specs` are the shard specs after
-    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device.
+    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device. With `has_several_forwards`,
+    several forwards of a microbatch run in turns, so units stay gathered from their first use to the end of the step.
 
     Raises:
         LayoutError: a parameter can't be sharded, or `options` names a unit that the model does not have.
@@ -76,8 +78,8 @@ def shard_zero3(
         is_pipelined=absent_names is not None, contexts=contexts,
     )  # fmt: skip
     if deferred_rows is not None:
-        device = torch.device("cpu") if options.offload else shard_world.device
-        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
+        device, ignored_ids = torch.device("cpu") if options.offload else shard_world.device, {id(p) for p in ignored}
+        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids=ignored_ids)
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
     local_parameters = {n: p for n, p in model.named_parameters() if n not in excluded}
@@ -85,8 +87,8 @@ def shard_zero3(
         _make_row_shard(m, local_parameters[m.name], splits, shard_world.rank, specs) for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
-    all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
-    sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=absent_names is not None)
+    gather = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    sync = _PostUpdateSync(model, gather, is_pipelined=absent_names is not None, stays_gathered=has_several_forwards)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
         row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
@@ -108,20 +110,26 @@ class _PostUpdateSync:
     Backward usually reshards the units. But the root unit stays gathered, with outdated values, after an evaluation, or
     if the model's output is an object that hides its tensors. In a pipeline, `fully_shard` does not see the end of the
     model's forward. `reshard` then affects only units with `reshard_after_forward`, so `__call__` switches this option
-    on for a moment.
+    on for a moment. With `stays_gathered`, only this object frees units.
     """
 
-    def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:
+    def __init__(
+        self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool, stays_gathered: bool
+    ) -> None:
         self._pipelined_model = model if is_pipelined and isinstance(model, FSDPModule) else None
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._all_gather_scalars = all_gather_scalars
+        self._gathered_units = GatheredUnits(self._sharded) if stays_gathered else None
 
     def __call__(self) -> None:
         self._all_gather_scalars()
         if self._pipelined_model is not None:
             self._pipelined_model.set_reshard_after_forward(True, recurse=False)
-        for module in self._sharded:
-            module.reshard()
+        if self._gathered_units is not None:
+            self._gathered_units.free()
+        else:
+            for module in self._sharded:
+                module.reshard()
         if self._pipelined_model is not None:
             self._pipelined_model.set_reshard_after_forward(False, recurse=False)
 

@@ -97,6 +97,7 @@ class ScatterReducer:
         self._worlds = [world for world in (shard_world, replica_world) if world is not None and world.world_size > 1]
         self._replica_world = replica_world if replica_world is not None and replica_world.world_size > 1 else None
         self._grid = grid
+        self._num_backwards_per_microbatch = 1 if grid is None else grid.num_backwards
         self.order_check = order_check
         self._scratch = make_scratch_buffer(shard_world.device)
         named_parameters = [
@@ -134,7 +135,7 @@ class ScatterReducer:
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.num_ready, bucket.is_launched = 0, False
-        self._has_microbatch_grad = [False] * len(self._row_shards)
+        self._num_gradients = [0] * len(self._row_shards)
 
     def after_backward(self) -> None:
         """Launch the buckets that backward did not fill."""
@@ -181,7 +182,7 @@ class ScatterReducer:
         self._next_bucket = 0
         self._has_samples = True
         self._pending: list[Callable[[], None]] = []
-        self._has_microbatch_grad = [False] * len(self._row_shards)
+        self._num_gradients = [0] * len(self._row_shards)  # of each parameter in this microbatch
         self._has_grad = [False] * len(self._row_shards)
         self._magnitudes = GradientMagnitudes(num_parameters=0 if self._grid is None else len(self._grid.names))
         for bucket in self._buckets:
@@ -192,19 +193,20 @@ class ScatterReducer:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            if bucket.is_launched or self._has_microbatch_grad[member.index]:
+            if bucket.is_launched or self._num_gradients[member.index] == self._num_backwards_per_microbatch:
                 raise second_gradient_error(member.name)
-            self._has_microbatch_grad[member.index] = True
+            self._num_gradients[member.index] += 1
             if self._has_samples:
                 self._has_grad[member.index] = True
                 self._copy_to_buffer(bucket, position, member, gradient)
             bucket.num_ready += 1
-            while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_ready == len(
-                self._buckets[self._next_bucket].member_sums
-            ):
+            while self._next_bucket < len(self._buckets) and self._is_full(self._buckets[self._next_bucket]):
                 self._launch_next()
 
         return on_grad_ready
+
+    def _is_full(self, bucket: _ScatterBucket) -> bool:
+        return bucket.num_ready == len(bucket.member_sums) * self._num_backwards_per_microbatch
 
     def _copy_to_buffer(self, bucket: _ScatterBucket, position: int, member: NamedParameter, gradient: Tensor) -> None:
         if self._grid is not None:
@@ -228,7 +230,7 @@ class ScatterReducer:
             if exponent is None:
                 continue
             for target, rows in bucket.layout.views_by_rank(position, bucket.get_buffer(), gradient):
-                is_first = use_index == 0
+                is_first = use_index == 0 and self._num_gradients[member.index] == 1
                 add_rounded_gradient(rows, sums=target, exponent=exponent, is_first=is_first, scratch=self._scratch)
 
     def _launch_next(self) -> None:

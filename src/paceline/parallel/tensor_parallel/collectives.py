@@ -7,6 +7,7 @@ return such tensors, and their backward sums the parts over the ranks. `copy_to_
 `reduce_from_parallel_region` are the functions f and g of Megatron-LM.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from paceline.comm.process_group import World
+from paceline.parallel.tensor_parallel.logical.logical_group import (
+    LogicalGroup,
+    copy_to_logical_shards,
+    gather_logical_shards,
+    split_parameter,
+    sum_logical_shards,
+    take_logical_shards,
+)
+from paceline.parallel.tensor_parallel.logical.logical_shards import LogicalShards, ShardValues
 from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
-from paceline.parallel.tensor_parallel.sharding import DimSharding
+from paceline.parallel.tensor_parallel.sharding import DimSharding, concat_shards, slice_shard
 from paceline.torch_internals.private_api import tensor_version
 
 
@@ -85,25 +95,6 @@ class WorldGroup:
     def record_note(self, note: str) -> None:
         """Record a note; equal notes are recorded once."""
         self.notes[note] = None
-
-
-def slice_shard(full_tensor: Tensor, sharding: DimSharding, rank: int) -> Tensor:
-    """Return a rank's shard of a full tensor."""
-    slices = [full_tensor.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
-    return slices[0] if len(slices) == 1 else torch.cat(slices, sharding.dim)
-
-
-def concat_shards(shards: list[Tensor], sharding: DimSharding) -> Tensor:
-    """Return the full tensor from the shards of all ranks."""
-    if len(sharding.sections) == 1:
-        return torch.cat(shards, sharding.dim)
-    slices, offsets = [], [0] * len(shards)
-    for bounds in sharding.sections:
-        for rank, shard in enumerate(shards):
-            length = bounds[rank + 1] - bounds[rank]
-            slices.append(shard.narrow(sharding.dim, offsets[rank], length))
-            offsets[rank] += length
-    return torch.cat(slices, sharding.dim)
 
 
 class _CopyToParallelRegion(torch.autograd.Function):
@@ -189,24 +180,34 @@ def copy_to_parallel_region(full_tensor: Tensor, group: TensorParallelGroup) -> 
     if not (full_tensor.requires_grad and torch.is_grad_enabled()):
         return full_tensor
     if full_tensor.is_leaf:
-        return _CopyToParallelRegion.apply(full_tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+        return _copy_to_parallel_region(full_tensor, group)
     cached = getattr(full_tensor, "_paceline_copied", None)
     if cached is not None and cached[0] is group and cached[1] == tensor_version(full_tensor):
         copied: Tensor = cached[2]
         return copied
-    copied = _CopyToParallelRegion.apply(full_tensor, group)  # type: ignore[no-untyped-call]
+    copied = _copy_to_parallel_region(full_tensor, group)
     full_tensor._paceline_copied = (group, tensor_version(full_tensor), copied)  # type: ignore[attr-defined]
     return copied
 
 
+def _copy_to_parallel_region(full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    if isinstance(group, LogicalGroup):
+        return copy_to_logical_shards(full_tensor, group)
+    return _CopyToParallelRegion.apply(full_tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def reduce_from_parallel_region(partial: Tensor, group: TensorParallelGroup) -> Tensor:
     """Sum the partial values of all ranks: all-reduce in forward, identity in backward."""
+    if isinstance(group, LogicalGroup):
+        return sum_logical_shards(partial, group)
     result: Tensor = _ReduceFromParallelRegion.apply(partial, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def take_local_shard(full_tensor: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
     """Return this rank's shard of a full tensor; backward all-gathers the gradients of the shards."""
+    if isinstance(group, LogicalGroup):
+        return take_logical_shards(full_tensor, sharding, group)
     result: Tensor = _TakeLocalShard.apply(full_tensor, sharding, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -219,6 +220,9 @@ def gather_shards(
     Set `has_partial_grad` if sharded operations read the result: each rank then computes only a part of its gradient,
     and backward sums these parts over the ranks.
     """
+    if isinstance(group, LogicalGroup):
+        full_tensor = gather_logical_shards(local, sharding, group)
+        return copy_to_parallel_region(full_tensor, group) if has_partial_grad else full_tensor
     result: Tensor = _GatherShards.apply(local, sharding, group, has_partial_grad)  # type: ignore[no-untyped-call]
     return result
 
@@ -227,3 +231,29 @@ def reduce_scatter_partials(partial: Tensor, sharding: DimSharding, group: Tenso
     """Return this rank's shard of the sum of all ranks' partial values; backward all-gathers."""
     result: Tensor = _ReduceScatterPartials.apply(partial, sharding, group)  # type: ignore[no-untyped-call]
     return result
+
+
+def slice_local(full_tensor: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+    """Return this rank's shard of a full tensor, without a gradient."""
+    if isinstance(group, LogicalGroup):
+        return group.take_shards(full_tensor, sharding)
+    return slice_shard(full_tensor, sharding, group.rank)
+
+
+def local_piece(parameter: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+    """Return the piece of a parameter that this rank stores, as sharded operations read it."""
+    return split_parameter(parameter, sharding, group) if isinstance(group, LogicalGroup) else parameter
+
+
+def map_ranks(function: Callable[[int], Any], group: TensorParallelGroup) -> Any:
+    """Return an argument of a function on shards, which is `function(rank)` on each rank."""
+    if isinstance(group, LogicalGroup):
+        return ShardValues([function(rank) for rank in group.local_ranks])
+    return function(group.rank)
+
+
+def map_ranks_to_index(function: Callable[[int], int], group: TensorParallelGroup) -> Any:
+    """Return an integer that is `function(rank)` on each rank, for arithmetic with tensors."""
+    if isinstance(group, LogicalGroup):
+        return LogicalShards.from_shards([torch.tensor(function(rank)) for rank in group.local_ranks])
+    return function(group.rank)

@@ -16,9 +16,9 @@ from typing_extensions import override
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.errors import LayoutError, current_user_line
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldGroup, slice_shard
+from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldGroup
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, apply_rule
-from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
+from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, slice_shard
 from paceline.torch_internals.function_signatures import bind_arguments
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 

@@ -22,6 +22,7 @@ from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
     copy_to_parallel_region,
     gather_shards,
+    local_piece,
     take_local_shard,
 )
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
@@ -116,6 +117,11 @@ class ShardPropagatingTensor(Tensor):
             gathered_tensors={}, reference=None,
         )  # fmt: skip
         return tensor
+
+    def with_parameter(self, parameter: Tensor) -> "ShardPropagatingTensor":
+        """Return the sharded tensor of another tensor in place of the stored piece of a parameter."""
+        local = local_piece(parameter, self.sharding, self.group)
+        return ShardPropagatingTensor.from_local(local, self.sharding, self.group, origins=self.origins)
 
     def full_tensor(self, *, has_partial_grad: bool = False) -> Tensor:
         """Return the full tensor; the all-gather is cached until the shard is written to.

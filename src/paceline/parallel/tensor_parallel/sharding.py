@@ -1,14 +1,17 @@
 """Sharding of one tensor dimension over the ranks, and its propagation through reshapes and slices.
 
 A dimension may have several sections, such as q, k and v in the weight of a fused projection. Each section is sharded
-separately, and a rank's shard is the concatenation of its slices of all sections. The functions use only shapes, no
-values, so every rank computes the same result.
+separately, and a rank's shard is the concatenation of its slices of all sections. Shardings depend only on shapes, not
+on values, so every rank computes the same ones.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
 
 SectionBounds = tuple[int, ...]
 """The positions in a section at which the ranks' slices start, and its size as the last element."""
@@ -46,6 +49,15 @@ class DimSharding:
             offset += bounds[-1]
         return ranges
 
+    def merge_ranks(self, count: int) -> "DimSharding":
+        """Return the sharding over fewer ranks, each of which holds the slices of `count` consecutive ranks."""
+        return DimSharding(dim=self.dim, sections=tuple(bounds[::count] for bounds in self.sections))
+
+    def select_ranks(self, ranks: range) -> "DimSharding":
+        """Return the sharding, over consecutive ranks, of the tensor that consists of their slices."""
+        sections = (bounds[ranks.start : ranks.stop + 1] for bounds in self.sections)
+        return DimSharding(dim=self.dim, sections=tuple(tuple(b - bounds[0] for b in bounds) for bounds in sections))
+
     def with_dim(self, dim: int) -> "DimSharding":
         """Return the same sharding for another dimension."""
         return self if dim == self.dim else DimSharding(dim=dim, sections=self.sections)
@@ -75,6 +87,25 @@ def shard_evenly(size: int, *, ranks: int, sections: Sequence[int] = (), dim: in
     return DimSharding(
         dim=dim, sections=tuple(tuple(n // unit * r // ranks * unit for r in range(ranks + 1)) for n in sizes)
     )
+
+
+def slice_shard(full_tensor: Tensor, sharding: DimSharding, rank: int) -> Tensor:
+    """Return a rank's shard of a full tensor."""
+    slices = [full_tensor.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, sharding.dim)
+
+
+def concat_shards(shards: list[Tensor], sharding: DimSharding) -> Tensor:
+    """Return the full tensor from the shards of all ranks."""
+    if len(sharding.sections) == 1:
+        return torch.cat(shards, sharding.dim)
+    slices, offsets = [], [0] * len(shards)
+    for bounds in sharding.sections:
+        for rank, shard in enumerate(shards):
+            length = bounds[rank + 1] - bounds[rank]
+            slices.append(shard.narrow(sharding.dim, offsets[rank], length))
+            offsets[rank] += length
+    return torch.cat(slices, sharding.dim)
 
 
 @dataclass(frozen=True, kw_only=True)

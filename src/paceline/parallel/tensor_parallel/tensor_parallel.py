@@ -11,14 +11,14 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
     WorldGroup,
-    copy_to_parallel_region,
-    reduce_from_parallel_region,
+    local_piece,
 )
+from paceline.parallel.tensor_parallel.local_modules import register_local_hooks
+from paceline.parallel.tensor_parallel.logical.logical_group import LogicalGroup
 from paceline.parallel.tensor_parallel.rules import elementwise, indexing, loss, matmul, views
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor
 from paceline.parallel.tensor_parallel.sharding import DimSharding
 from paceline.parallel.tensor_parallel.tensor_plan import ParameterShardings, TensorPlan, resolve_plan
-from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 _RULE_MODULES = (loss, elementwise, indexing, matmul, views)  # importing them fills RULES
 assert len(RULES) > 100
@@ -45,8 +45,13 @@ class TensorParallelPlacement:
         return [*self.plan.notes, *getattr(self.group, "notes", ())]
 
 
-def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorParallelPlacement:
+def split_model(
+    model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False, logical_shards: int | None = None
+) -> TensorParallelPlacement:
     """Shard the model's parameters in place, and make its forward compute on the shards.
+
+    With `logical_shards`, each weight consists of this number of logical shards, of which each rank holds equally many;
+    then the number of ranks does not change the bits.
 
     Every rank of `world` calls this on the same full model, which may be on the meta device, and keeps its shards.
     Afterwards all ranks must run the model on the same batch, with the same states of random generators.
@@ -54,7 +59,10 @@ def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: b
     Raises:
         LayoutError: the plan does not fit this model; the message names the parameter.
     """
-    return split_model_in_group(model, plan=plan, group=WorldGroup(world, sequence=sequence))
+    group: TensorParallelGroup = (
+        WorldGroup(world, sequence=sequence) if logical_shards is None else LogicalGroup(world, size=logical_shards)
+    )
+    return split_model_in_group(model, plan=plan, group=group)
 
 
 def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorParallelGroup) -> TensorParallelPlacement:
@@ -71,7 +79,7 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
             if sharding is None:
                 shard_specs[name] = ShardSpec.full(parameter.shape)
                 continue
-            ranges = sharding.ranges(group.rank)
+            ranges = _local_ranges(sharding, group)
             shard_specs[name] = ShardSpec.from_ranges(parameter.shape, dim=sharding.dim, ranges=ranges)
             if id(parameter) not in new_parameters:
                 new_parameters[id(parameter)] = _shard_parameter(parameter, shard_specs[name])
@@ -84,6 +92,13 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
         close=close,
         restore_parameters=restore_parameters,
     )
+
+
+def _local_ranges(sharding: DimSharding, group: TensorParallelGroup) -> list[tuple[int, int]]:
+    """Return the ranges of the sharded dimension that this process holds, one per section."""
+    if not isinstance(group, LogicalGroup):
+        return sharding.ranges(group.rank)
+    return sharding.merge_ranks(group.ranks_per_process).ranges(group.rank // group.ranks_per_process)
 
 
 def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Parameter:
@@ -117,7 +132,7 @@ def register_sharding_hooks(
     replacements: list[_ParameterReplacement] = []
     for prefix, module in model.named_modules():
         if prefix in shardings.local_modules:
-            handles += _register_local_hooks(module, group)
+            handles += register_local_hooks(module, prefix, shardings.by_name, group)
             continue
         names = [key for key, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
         module_shardings = {
@@ -156,6 +171,7 @@ class _ParameterReplacement:
     ) -> None:
         self.module, self._shardings, self._group = module, shardings, group
         self._depth = 0
+        self._sources: dict[str, Any] = {}
 
     def register_hooks(self) -> Sequence[Any]:
         return [
@@ -168,13 +184,13 @@ class _ParameterReplacement:
         self._depth += 1
         for key, (name, sharding) in self._shardings.items():
             parameter = self.module._parameters[key]
-            current = self.module.__dict__.get(key)
             if type(parameter) not in (nn.Parameter, Tensor) and _is_dtensor(parameter):
                 continue  # FSDP has not gathered this parameter yet: it is replaced after the all-gather
-            if current is None or current.local is not parameter:
+            if key not in self.module.__dict__ or self._sources.get(key) is not parameter:
                 assert parameter is not None
+                self._sources[key] = parameter
                 self.module.__dict__[key] = ShardPropagatingTensor.from_local(
-                    parameter, sharding, self._group, origins=(name,)
+                    local_piece(parameter, sharding, self._group), sharding, self._group, origins=(name,)
                 )
 
     def restore(self) -> None:
@@ -185,6 +201,7 @@ class _ParameterReplacement:
 
     def restore_all(self) -> None:
         self._depth = 0
+        self._sources.clear()
         for key in self._shardings:
             self.module.__dict__.pop(key, None)
 
@@ -211,32 +228,3 @@ def _register_model_hooks(model: nn.Module, replacements: list[_ParameterReplace
         model.register_forward_pre_hook(replace, prepend=True),
         model.register_forward_hook(restore, always_call=True),
     ]
-
-
-def _register_local_hooks(module: nn.Module, group: TensorParallelGroup) -> list[Any]:
-    """Register hooks that sum the outputs and the input gradients of a module that runs on its shards."""
-
-    def pre_hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _map_tensors((args, kwargs), lambda x: _read_full(x, group))
-
-    def post_hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return _map_tensors(output, lambda x: reduce_from_parallel_region(x, group) if x.is_floating_point() else x)
-
-    return [
-        module.register_forward_pre_hook(pre_hook, with_kwargs=True),
-        module.register_forward_hook(post_hook, with_kwargs=True),
-    ]
-
-
-def _read_full(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    """Return the full tensor of an input of a module that runs on its shards."""
-    return (
-        x.full_tensor(has_partial_grad=True)
-        if isinstance(x, ShardPropagatingTensor)
-        else copy_to_parallel_region(x, group)
-    )
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -1,11 +1,13 @@
 """Give plain local shards to module hooks that do not support sharded tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from paceline.parallel.tensor_parallel.logical.logical_shards import LogicalShards
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
@@ -31,6 +33,7 @@ class _CallShards:
 
     def __init__(self) -> None:
         self._sharded: dict[int, ShardPropagatingTensor] = {}
+        self._spec: Any = None
 
     def expose_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the sharded arguments by plain shards; a pre-hook that runs before the others."""
@@ -46,27 +49,38 @@ class _CallShards:
         self._sharded = {
             position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, ShardPropagatingTensor)
         }
-        return self._map_sharded(leaves, spec, lambda sharded, _: sharded.local)
+        if not self._sharded:
+            return None
+        self._spec = spec
+        exposed: list[Any] = [_plain_shards(leaf) if n in self._sharded else leaf for n, leaf in enumerate(leaves)]
+        return tree_unflatten(exposed, spec)
 
     def restore(self, values: Any) -> Any:
         """Wrap the tensors at the positions of the shards with the original sharding."""
         if not self._sharded:
             return None
-        leaves, spec = tree_flatten(values)
-        restored = self._map_sharded(
-            leaves,
-            spec,
-            lambda sharded, local: ShardPropagatingTensor.from_local(
-                local, sharded.sharding, sharded.group, origins=sharded.origins
-            ),
-        )
+        values, spec = tree_flatten(values)
+        leaves, restored = iter(values), list[Any]()
+        for leaf in leaves:
+            sharded = self._sharded.get(len(restored))
+            if sharded is not None:
+                leaf = _wrap_shards([leaf, *islice(leaves, _num_shards(sharded) - 1)], sharded)
+            restored.append(leaf)
+        has_logical_shards = any(isinstance(sharded.local, LogicalShards) for sharded in self._sharded.values())
         self._sharded = {}
-        return restored
+        return tree_unflatten(restored, self._spec if has_logical_shards else spec)
 
-    def _map_sharded(
-        self, leaves: list[Any], spec: Any, change: Callable[[ShardPropagatingTensor, Tensor], Tensor]
-    ) -> Any:
-        if not self._sharded:
-            return None
-        new_leaves = [change(self._sharded[n], leaf) if n in self._sharded else leaf for n, leaf in enumerate(leaves)]
-        return tree_unflatten(new_leaves, spec)
+
+def _plain_shards(sharded: ShardPropagatingTensor) -> Any:
+    """Return the plain shard, or a list of the logical shards."""
+    return list(sharded.local.shards) if isinstance(sharded.local, LogicalShards) else sharded.local
+
+
+def _num_shards(sharded: ShardPropagatingTensor) -> int:
+    return len(sharded.local.shards) if isinstance(sharded.local, LogicalShards) else 1
+
+
+def _wrap_shards(shards: list[Any], sharded: ShardPropagatingTensor) -> ShardPropagatingTensor:
+    """Wrap the shards with the sharding of `sharded`."""
+    local = LogicalShards.from_shards(shards) if isinstance(sharded.local, LogicalShards) else shards[0]
+    return ShardPropagatingTensor.from_local(local, sharded.sharding, sharded.group, origins=sharded.origins)

@@ -4,6 +4,8 @@ Start with `execution_plan.py`.
 
 - `bucket_sizes.py`: The sizes, in bytes, of the buckets in which gradients are sent.
 - `compression_checks.py`: Refuse layouts, update rules and settings that gradient compression cannot be combined with.
+- `exact_checks.py`: Refuse layouts and settings that exact mode cannot be combined with, and numbers of shards that do
+  not fit.
 - `execution_plan.py`: Make the execution plan: ranks, replicas, microbatches, backend and threads, with a line of
   explanation for each.
 - `hogwild_checks.py`: Refuse layouts and settings that Hogwild cannot be combined with.

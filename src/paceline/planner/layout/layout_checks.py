@@ -6,20 +6,15 @@ from pathlib import Path
 from paceline.config.layout import Layout
 from paceline.config.settings import Settings
 from paceline.errors import PacelineError, UsageError
+from paceline.planner.layout.exact_checks import check_exact_settings
 from paceline.planner.layout.mesh import Mesh
-
-_INEXACT_REASONS = {
-    "cp": "ring attention sums the softmax in a different order",
-    "tp": "the ranks' parts of a matmul are added in a different order",
-    "ep": "an expert's rows come from several ranks, in a different order",
-}
 
 
 def check_layout_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[PacelineError]:
     """Return an error for each setting that this layout does not support."""
     train = settings.train
-    errors = list(_refuse_exact(mesh)) if train.exact else []
-    if train.compile and mesh.tp > 1:
+    errors = list(check_exact_settings(layout, mesh, settings))
+    if train.compile and (mesh.tp > 1 or train.tensor_shards is not None):
         cause = "torch.compile does not support tensors that tp shards over the ranks"
         errors.append(
             UsageError("--train.compile with tp is not supported.", cause=cause, hint="leave --train.compile out")
@@ -36,6 +31,7 @@ def refuse_unused_place_settings(
 ) -> list[PacelineError]:
     """Return an error for each `requested` `place` setting that has no effect in this layout."""
     uses_blocks = mesh.pp > 1 or layout.remat != "none" or settings.train.compile
+    uses_tensors = mesh.tp > 1 or settings.train.tensor_shards is not None
     uses = {
         "units": (mesh.zero == 3, "which modules are gathered together", "--layout fsdp"),
         "reshard": (mesh.zero == 3, "when gathered parameters are freed", "--layout fsdp"),
@@ -43,8 +39,8 @@ def refuse_unused_place_settings(
         "stages": (mesh.pp > 1, "how many blocks each stage has", "--layout pp"),
         "balance": (mesh.pp > 1, "how stages are balanced", "--layout pp"),
         "cut": (mesh.pp > 1, "how stages are cut", "--layout pp"),
-        "tensor_plan": (mesh.tp > 1, "which weights are split", "--layout tp"),
-        "replicate": (mesh.tp > 1, "which weights are not split", "--layout tp"),
+        "tensor_plan": (uses_tensors, "which weights are split", "--layout tp"),
+        "replicate": (uses_tensors, "which weights are not split", "--layout tp"),
         "blocks": (uses_blocks, "what is split, recomputed or compiled", f"--layout {_with_remat(layout)}"),
     }
     return [
@@ -63,19 +59,9 @@ def _with_remat(layout: Layout) -> str:
     return f"{layout},remat=full" if layout.sizes else "pp"
 
 
-def _refuse_exact(mesh: Mesh) -> Iterator[PacelineError]:
-    axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1]
-    if axes:
-        yield UsageError(
-            f"exact mode with {', '.join(axes)} is not supported: sums within a microbatch are split over ranks.",
-            cause="; ".join(_INEXACT_REASONS[axis] for axis in axes),
-            hint="exact mode works with ddp, zero1, zero2, fsdp, hsdp, pp and their combinations: --layout fsdp",
-        )
-
-
 def _refuse_missing_tensor_plan(mesh: Mesh, settings: Settings) -> Iterator[PacelineError]:
     path = settings.place.tensor_plan
-    if path is not None and mesh.tp > 1 and not Path(path).is_file():
+    if path is not None and (mesh.tp > 1 or settings.train.tensor_shards is not None) and not Path(path).is_file():
         yield UsageError(
             f"there is no tensor plan {path}.",
             cause=f"looked for in {Path.cwd()}",

@@ -4,6 +4,8 @@ Start with `script_comparison.py`.
 
 - `compare_verb.py`: The `compare` verb: recordings of scripts are compared here, and all else by
   `paceline.commands.compare`.
+- `continuation.py`: A run that continues another one from a checkpoint: its steps are compared with those after the
+  checkpoint.
 - `difference_cause.py`: The likely cause of a difference between the gradients of two runs that had the same samples.
 - `rounding_drift.py`: Runs that drift apart after several equal steps, as rounding makes them do where a ReLU switches.
 - `sample_comparison.py`: The comparison of the samples and settings of two runs, step by step.

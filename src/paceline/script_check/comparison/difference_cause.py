@@ -1,5 +1,6 @@
 """The likely cause of a difference between the gradients of two runs that had the same samples."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,8 +47,9 @@ def gradient_cause(
             hint="call optimizer.zero_grad() once, after optimizer.step()",
         )
     return (
-        _common_factor(reference, other, called)
+        _common_factor(reference, other, called, usual=_usual_passes(second))
         or _unequal_weights(reference, other, called)
+        or _unequal_by_parameter(reference, other, called)
         or _known_noise(first, second)
         or _unknown(called)
     )
@@ -64,7 +66,7 @@ class _Gradients:
         self.factor = next((each.total.factor for each in reductions if each.total.kind == "scaled"), 1.0)
 
     def num_passes(self) -> int:
-        return max((len(passes) for rank in self.step.ranks for passes in rank.own_gradients.values()), default=1)
+        return _num_passes(self.step)
 
 
 def _find_steps(
@@ -78,8 +80,21 @@ def _find_steps(
     return None
 
 
-def _common_factor(reference: _Gradients, other: _Gradients, called: tuple[str, str]) -> Cause | None:
-    """Return a cause if all gradients differ by one factor, which clipping is left out of."""
+def _num_passes(step: ScriptStep) -> int:
+    return max((len(passes) for rank in step.ranks for passes in rank.own_gradients.values()), default=1)
+
+
+def _usual_passes(run: ScriptRun) -> int:
+    """Return the number of backward passes that most steps of a run have."""
+    counts = Counter(_num_passes(step) for step in run.steps if step.has_prints)
+    return counts.most_common(1)[0][0] if counts else 1
+
+
+def _common_factor(reference: _Gradients, other: _Gradients, called: tuple[str, str], *, usual: int) -> Cause | None:
+    """Return a cause if all gradients differ by one factor, which clipping is left out of.
+
+    `usual` is the number of backward passes in most steps of the other run.
+    """
     eps = max(step_eps(reference.step), step_eps(other.step))
     factors = [
         factor_between(fingerprint_of(other.prints[name], eps=eps), fingerprint_of(each, eps=eps))
@@ -92,6 +107,12 @@ def _common_factor(reference: _Gradients, other: _Gradients, called: tuple[str, 
     factor, world, passes = known[0], len(other.step.ranks), other.num_passes()
     if abs(factor - 1) <= _FACTOR:
         return None
+    if passes != usual and abs(factor / (passes / usual) - 1) < _NEAR:
+        return Cause(
+            text=f"this step of {called[1]} has {plural(passes, 'backward pass')}, and most have {usual}, by which the"
+            f" loss is divided: its gradients are {factor:.4g} times those of {called[0]}",
+            hint="divide the loss by the number of passes that the step really has, as at the end of an epoch",
+        )
     reasons = [
         text
         for value, text in (
@@ -123,6 +144,35 @@ def _unequal_weights(reference: _Gradients, other: _Gradients, called: tuple[str
                 hint="divide the sum of the loss by the count of all ranks and passes",
             )
     return None
+
+
+def _unequal_by_parameter(reference: _Gradients, other: _Gradients, called: tuple[str, str]) -> Cause | None:
+    """Return a cause if the own gradients count unequally for some parameters, and otherwise for other ones.
+
+    A model with several losses does so, each of which is a mean over its own count.
+    """
+    found: dict[str, list[tuple[float, str, str]]] = {}
+    for word, columns_of in (("ranks", other.step.own), ("backward passes", other.step.passes)):
+        for name in (name for name, own in other.own_names.items() if own in other.step.judged_names):
+            columns = columns_of(other.own_names[name])
+            if name in reference.prints and columns.shape[1] in range(2, _MAX_COLUMNS // 2 + 1):
+                weights, rest = _fit(reference, {name: columns})
+                mean = float(np.mean(weights))
+                if rest < _NEAR and np.max(np.abs(weights - mean)) > _NEAR * abs(mean):
+                    shares = ", ".join(f"{value:.3g}" for value in weights / weights.sum())
+                    found.setdefault(word, []).append((rest, f"({shares})", name))
+    word = max(found, key=lambda each: len(found[each]), default="")
+    shown: dict[str, str] = {}
+    for _, shares, name in sorted(found.get(word, [])):  # the best fits are of parameters that only one loss has
+        shown.setdefault(shares, name)
+    if len(shown) < 2:
+        return None
+    counts = " and ".join(f"as {shares} for {name}" for shares, name in list(shown.items())[:2])
+    return Cause(
+        text=f"the {word} of {called[1]} count {counts} in {called[0]}, and equally in {called[1]}: a mean of means,"
+        " for several losses, each divided by its own count of tokens or samples",
+        hint="divide the sum of each loss by its count of all ranks and passes",
+    )
 
 
 def _fit(reference: _Gradients, columns: Mapping[str, Vector]) -> tuple[Vector, float]:

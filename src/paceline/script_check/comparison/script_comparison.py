@@ -4,12 +4,13 @@ There are three answers. *Can't be compared* always comes with its reason and wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.console.formatting import plural
 from paceline.errors import ExitCode
+from paceline.script_check.comparison.continuation import find_continuation, lacks_optimizer_state, replayed_steps
 from paceline.script_check.comparison.difference_cause import gradient_cause
 from paceline.script_check.comparison.rounding_drift import is_drift
 from paceline.script_check.comparison.sample_comparison import (
@@ -29,7 +30,7 @@ from paceline.verification.fingerprints.fingerprint import Record
 
 SAME, DIFFERENT, NOT_COMPARABLE = "same", "different", "can't be compared"
 _MIN_LATER_STEPS = 2  # whose equal gradients show that weights which differ have no effect
-_SEED_HINT = "--seed 0 for both recordings; or the same checkpoint"
+_SMALL_SEED = 1 << 32  # torch's own seeds, of a script that seeds nothing, are almost always larger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,40 @@ def compare_scripts(one: Path, other: Path) -> ScriptComparison:
     """
     first, second = sorted((_read(one), _read(other)), key=lambda each: each.run.world_size)
     called = (first.name, second.name)
+    if (resumed := _compare_resumed(first, second) or _compare_resumed(second, first)) is not None:
+        return resumed
     samples = sample_difference(first.run, second.run, called)
+    return _comparison(first, second, samples, _answer(first, second, samples))
+
+
+def _compare_resumed(before: _Recorded, after: _Recorded) -> ScriptComparison | None:
+    """Compare a run that begins with the weights after a step of the run before; None if it does not."""
+    found = find_continuation(before.run, after.run)
+    if found is None:
+        return None
+    rest = replace(before, run=found.rest)
+    samples = sample_difference(rest.run, after.run, (before.name, after.name))
+    answer = _answer(rest, after, samples)
+    again = replayed_steps(before.run, after.run, last=found.step) if samples is not None else None
+    if again is not None:
+        answer = _Answer(
+            verdict=DIFFERENT,
+            cause=f"{after.name} reads the samples of steps {again[0]} to {again[1]} of {before.name} again: it starts"
+            " the epoch from its beginning, although these were read already",
+            hint="skip the batches that were read before the checkpoint, or save the state of the data loader, too",
+            step=1,
+        )
+    elif answer.step == 1 and lacks_optimizer_state(found.rest, after.run):
+        hint = "optimizer.load_state_dict() with the state of the checkpoint"
+        answer = replace(answer, cause="the optimizer began without its state of the steps before", hint=hint)
+    note = f"{after.name} continues {before.name} after its step {found.step}, from which the steps are counted"
+    return _comparison(rest, after, samples, replace(answer, notes=(note, *answer.notes)))
+
+
+def _comparison(
+    first: _Recorded, second: _Recorded, samples: RunDifference | None, answer: _Answer
+) -> ScriptComparison:
     are_seen = are_samples_seen(first.run, second.run)
-    answer = _answer(first, second, samples)
     findings = [f"{each.name}: {_describe(finding)}" for each in (second, first) for finding in each.faults]
     is_wrong = answer.verdict == DIFFERENT or findings
     code = ExitCode.DIFFERENT if is_wrong else ExitCode.DONE if answer.verdict == SAME else ExitCode.NOT_JUDGED
@@ -137,7 +169,7 @@ def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) 
         return _answer_without_difference(first, second, samples, settings, text, notes)
     step, parameter = int(difference["step"]), str(difference["parameter"])
     if not step:
-        return _Answer(verdict=NOT_COMPARABLE, cause=difference["cause"], hint=_SEED_HINT, notes=notes)
+        return _Answer(verdict=NOT_COMPARABLE, cause=difference["cause"], hint=_start_hint(first, second), notes=notes)
     early = next((f for each in (second, first) for f in each.faults if f.step <= step), None)
     if early is not None:
         return _Answer(
@@ -165,6 +197,19 @@ def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) 
         step=step,
         parameter=parameter,
         notes=notes,
+    )
+
+
+def _start_hint(first: _Recorded, second: _Recorded) -> str:
+    """Return what makes two runs start from the same weights: a seed, if the scripts seed nothing themselves."""
+    seeds = [each.run.ranks[0].header.seed for each in (first, second)]
+    if max(seeds) >= _SMALL_SEED or not all(seeds):
+        return "--seed 0 for both recordings; or the same checkpoint"
+    if seeds[0] != seeds[1]:
+        return f"the same seed in both commands: it is {seeds[0]} in {first.name}, and {seeds[1]} in {second.name}"
+    return (
+        f"start both from the same checkpoint: both scripts have seed {seeds[0]}, and make other weights from it, as if"
+        " the model depends on the number of ranks"
     )
 
 

@@ -9,8 +9,11 @@ from paceline.verification.fingerprints.fingerprint import FLOAT32_EPS, Fingerpr
 
 
 def comparable_records(run: ScriptRun, names: Mapping[str, str]) -> list[Record]:
-    """Return the steps of a run; `names` are those of the other run for parameters that are called otherwise there."""
-    return [_record(step, names) for step in [*run.start, *run.steps]]
+    """Return the steps of a run that have summaries.
+
+    `names` are those of the other run for parameters that are called otherwise there.
+    """
+    return [_record(step, names) for step in [*run.start, *run.steps] if step.has_prints]
 
 
 def without_later_weights(records: list[Record]) -> list[Record]:

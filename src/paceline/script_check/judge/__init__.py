@@ -3,10 +3,13 @@
 Start with `verdict.py`.
 
 - `coverage.py`: Statements about what a recorded run did not exercise, so that a clean verdict says nothing about it.
-- `data_findings.py`: Findings about the data: the same samples on several ranks or in several workers, and batches of
-  unequal size.
+- `data_findings.py`: Findings about the data: the same samples on several ranks, and batches of unequal size.
+- `finding_causes.py`: Causes of findings that other parts of the recording show: unequal loss scales, a framework, an
+  earlier fault.
 - `forward_findings.py`: Findings about the forward passes: modules in eval mode, and random numbers that are equal on
   the ranks.
+- `loader_findings.py`: Findings about data loaders: batches that come again, from other workers, in a second epoch, or
+  after a new start.
 - `reduction.py`: The reduction of gradients: those of a step are weighted sums of those that the ranks computed
   themselves.
 - `reduction_findings.py`: Findings about the reduction of gradients: reduced at all, how, at which backward pass, and

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from paceline.console.formatting import first_names, plural
 from paceline.script_check.judge.data_findings import has_repeated_samples, has_unequal_counts
+from paceline.script_check.judge.loader_findings import loader_steps
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import are_powers_of_two, factors, factors_by_parameter
 from paceline.script_check.judge.script_run import ScriptRun
@@ -30,7 +31,17 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
     if several and not has_unequal_counts(run):
         lines.append("unequal batches: all ranks had as many samples at every step")
     if not has_repeated_samples(run):
-        lines.append("the end of an epoch: no sample came again")
+        lines.append(_second_epoch(run))
+    lines += _few_batches_of_workers(run)
+    made_before = max((rank.made_before for step in run.start for rank in step.ranks), default=0)
+    if made_before:
+        lines.append(
+            f"the resume: the optimizer had made {plural(made_before, 'step')} before, and one run does not show"
+            " whether the samples go on where they ended; compare it with a recording of the run before"
+        )
+    unreadable = sorted({text for step in steps for rank in step.ranks for text in rank.unreadable})
+    if unreadable:
+        lines.append(f"tensors that can't be read: {first_names(unreadable)}")
     scales = [*factors(reductions), *factors_by_parameter(reductions)]
     is_always_scaled = all(each.total.kind in ("scaled", "by-parameter") for each in reductions)
     if scales and is_always_scaled and not are_powers_of_two(scales):
@@ -48,3 +59,24 @@ def not_exercised(run: ScriptRun, reductions: Sequence[StepReduction]) -> list[s
             f"the reduction of {first_names(unseen)}: no own gradient was seen, as of parameters outside the model"
         )
     return lines
+
+
+def _second_epoch(run: ScriptRun) -> str:
+    """Return a sentence about the second epoch, and about a sampler whose epoch was not set before the first one."""
+    text = "a second epoch: no sample came again"
+    uses = [each.use for each in loader_steps(run.steps, 0)]
+    if not any(use.is_epoch_forgotten for use in uses):
+        return text
+    return (
+        f"{text}; without a call of the sampler's set_epoch(), of which there was none, it has the order of the first"
+    )
+
+
+def _few_batches_of_workers(run: ScriptRun) -> list[str]:
+    """Return a sentence if the workers of a data loader are too many to be compared with each other."""
+    uses = [each.use for each in loader_steps(run.steps, 0)]
+    count = max((use.num_workers for use in uses), default=0)
+    num_batches = sum(use.batches for use in uses)
+    if count < 2 or num_batches >= 2 * count:
+        return []
+    return [f"the workers of the data loader: {count} of them gave {plural(num_batches, 'batch')} in all"]

@@ -1,15 +1,15 @@
-"""Findings about the data: the same samples on several ranks or in several workers, and batches of unequal size."""
+"""Findings about the data: the same samples on several ranks, and batches of unequal size."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from paceline.console.formatting import plural
+from paceline.script_check.judge.loader_findings import loader_findings
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
-_MIN_REPEATED = 3  # steps of a second epoch that show its order, if it is not complete
 _SHARED = 0.5  # share of equal samples from which on two ranks read the same ones
 _UNEQUAL_TARGETS = 0.02  # relative, of counts of targets that are worth a note
 _SAMPLER_HINT = "sampler=DistributedSampler(dataset); or draw the samples with a seed that contains the rank"
@@ -20,8 +20,7 @@ def data_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterat
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
     shared = list(_shared_samples(run, steps))
     yield from shared or _overlap(run, steps)
-    unsplit = list(_unsplit_workers(run, steps))
-    yield from unsplit or _periods(run, steps)
+    yield from loader_findings(run, steps)
     yield from _unequal_counts(run, reductions)
 
 
@@ -81,51 +80,6 @@ def _overlap(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFind
             hint=f"{_SAMPLER_HINT}; right where samples are drawn at random, or repeated on purpose",
             is_note=True,
         )
-
-
-def _periods(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
-    """Yield a note if the samples come back in the same order: they are not shuffled again for each epoch."""
-    for rank in range(run.world_size):
-        keys = [tuple(sorted(step.samples(rank).items())) for step in steps]
-        periods = [p for p in range(1, len(keys)) if p <= len(keys) // 2 or len(keys) - p >= _MIN_REPEATED]
-        period = next((p for p in periods if keys[0] and all(a == b for a, b in zip(keys, keys[p:], strict=False))), 0)
-        if period:
-            text = f"rank {rank} reads the same samples in the same order every {plural(period, 'step')}"
-            yield ScriptFinding(
-                name="same-order",
-                text=text,
-                step=steps[period].number,
-                line=steps[period].line("forward"),
-                hint="shuffle=True and sampler.set_epoch(epoch); right for a run that overfits one batch on purpose",
-                is_note=True,
-            )
-            return
-
-
-def _unsplit_workers(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
-    """Yield a finding if each batch comes as often in a row as processes of a `DataLoader` read an iterable dataset.
-
-    It is a note if the batches of one step are equal, because a script may use a batch several times on purpose.
-    """
-    count = max((rank.num_iterable_workers for step in steps for rank in step.ranks), default=0)
-    for rank in range(run.world_size if count > 1 else 0):
-        calls = [step.calls(rank) for step in steps]
-        if len({len(each) for each in calls}) > 1 or any(step.ranks[rank].num_discarded for step in steps):
-            continue
-        keys = [tuple(sorted(call.samples)) for each in calls for call in each]
-        groups = [keys[start : start + count] for start in range(0, len(keys) - count + 1, count)]
-        is_repeated = len(groups) > 1 and all(group[0] and len(set(group)) == 1 for group in groups)
-        if is_repeated and len({group[0] for group in groups}) == len(groups):
-            yield ScriptFinding(
-                name="workers-read-the-same",
-                text=f"rank {rank} reads each batch {count} times in a row: each of the {count} workers of its"
-                " DataLoader reads the whole IterableDataset",
-                step=steps[0].number,
-                line=steps[0].line("forward"),
-                hint="in __iter__ of the dataset, take only each n-th sample, by torch.utils.data.get_worker_info()",
-                is_note=len(calls[0]) > 1,
-            )
-            return
 
 
 def _unequal_counts(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterator[ScriptFinding]:

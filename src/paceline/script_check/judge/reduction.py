@@ -82,7 +82,7 @@ def _find_reduction(step: ScriptStep, rank: int, names: Sequence[str], before: S
     weights, residual = fit_weights(stacked, columns)
     if residual <= tolerance:
         if _are_equal(columns, tolerance):
-            explained = Reduction(kind="alike")
+            explained = Reduction(kind="alike", factor=float(np.sum(weights)))
         elif np.linalg.norm(stacked - columns[:, rank]) <= _EXACT * np.linalg.norm(stacked):
             explained = Reduction(kind="own")  # also if the other gradients are too small for a weight of theirs
         else:

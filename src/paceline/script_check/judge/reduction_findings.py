@@ -11,6 +11,7 @@ from paceline.script_check.judge.reduction import LOST, Reduction, StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
+_FACTOR_KINDS = ("mean", "scaled", "alike")  # with one factor for all parameters
 _MIN_CLIP = 1e-4  # a smaller factor is hardly one of clipping
 _WRAP = "wrap the model: DistributedDataParallel(model); right only if weights are averaged later, as in local SGD"
 _CALL = (
@@ -71,7 +72,8 @@ def reduction_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> I
             named.add(finding.name)
             of = run.optimizer_name(each.step)
             yield replace(finding, text=f"{of}: {finding.text}") if of else finding
-    yield from _discarded(run)
+    elsewhere = {id(each.step) for each in reductions if each.total.kind == "unexplained"}
+    yield from () if elsewhere else _discarded(run)  # gradients may be added up in other tensors
     yield from _clipped_while_scaled(reductions)
 
 
@@ -84,7 +86,7 @@ def _with_unequal_factors(reductions: Sequence[StepReduction]) -> Iterator[StepR
         pairs = [(expected[name], value) for name, value in factors_of_rank.items() if name in expected]
         unequal = [pair for pair in pairs if abs(pair[1] - pair[0]) > 0.01 * pair[0]]
         if unequal:
-            weights = (tuple(round(value, 3) for value in unequal[0]),)
+            weights = (unequal[0],)
             yield replace(each, total=replace(each.total, kind="scaled-otherwise", weights=weights))
         else:
             yield each
@@ -95,7 +97,7 @@ def _factors(reduction: StepReduction) -> dict[str, float]:
     total = reduction.total
     if total.kind == "by-parameter":
         return {name: each.factor for name, each in reduction.parameters.items()}
-    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in ("mean", "scaled") else {}
+    return dict.fromkeys(reduction.step.judged_names, total.factor) if total.kind in _FACTOR_KINDS else {}
 
 
 def have_equal_factors(reductions: Sequence[StepReduction]) -> bool:
@@ -202,13 +204,14 @@ def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
     if usual == "unexplained" or not odd:
         return _clipped_by_value(reduction)
     name, first = next(iter(sorted(odd.items(), key=lambda item: item[1].kind != "own")))
-    how = _describe(first)
+    others = _in_words(next(each for each in reduction.parameters.values() if each.kind == usual))
+    count = f"{len(odd)} of {plural(len(reduction.parameters), 'parameter')}"
+    text = f"{name} {_describe(first)} ({count}; the others: {others})"
     if first.kind == "unexplained" and all(each.kind == "unexplained" for each in odd.values()):
-        text = f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})"
         return _unexplained(reduction, text, parameter=name)
     return ScriptFinding(
         name="parameter-reduced-otherwise",
-        text=f"{name} {how} ({len(odd)} of {plural(len(reduction.parameters), 'parameter')}; the others: {usual})",
+        text=text,
         step=reduction.step.number,
         parameter=name,
         line=reduction.step.line("backward"),
@@ -216,12 +219,29 @@ def _odd_parameter(reduction: StepReduction) -> ScriptFinding | None:
     )
 
 
+_REDUCTIONS = {
+    "mean": "the mean of all ranks",
+    "scaled": "the mean, multiplied by {factor:.3g}",
+    "sum": "the sum of all ranks",
+    "mean-twice": "the mean, divided by the ranks once more",
+    "own": "each rank's own one",
+    "unequal": "a sum in which the ranks count unequally",
+    "alike": "equal on all ranks before the reduction",
+    "zero": "zero",
+}
+"""Words for the gradient with which a parameter steps."""
+
+
 def _describe(reduction: Reduction) -> str:
     if reduction.kind == "own":
         return "is not reduced: each rank steps with its own gradient"
     if reduction.kind == "unexplained":
         return f"has a gradient that no weighting of the ranks' gradients explains (rest {reduction.residual:.1%})"
-    return f"is reduced by {reduction.kind}"
+    return f"has another gradient than the other parameters: {_in_words(reduction)}"
+
+
+def _in_words(reduction: Reduction) -> str:
+    return _REDUCTIONS.get(reduction.kind, reduction.kind).format(factor=reduction.factor)
 
 
 def _clipped_by_value(reduction: StepReduction) -> ScriptFinding:

@@ -94,10 +94,11 @@ def _fast_schedulers(run: ScriptRun) -> Iterator[ScriptFinding]:
     if advances == {run.world_size}:
         yield ScriptFinding(
             name="scheduler-steps",
-            text=f"the learning rate scheduler advances {run.world_size} steps at each optimizer step, as many as there"
-            " are ranks; its schedule must be written for samples, not for steps",
+            text=f"the learning rate scheduler advances {run.world_size} steps at each optimizer step, one for each"
+            f" rank: it comes to its end after 1/{run.world_size} of the steps that it was written for",
             step=steps[1].number,
             line=steps[1].line("step"),
-            hint="it is the default of Accelerate (step_scheduler_with_optimizer); else call scheduler.step() once",
+            hint="right if its number of steps was counted for one process, as Accelerate expects; else multiply it by"
+            " the number of ranks, or call scheduler.step() once for each step",
             is_note=True,
         )

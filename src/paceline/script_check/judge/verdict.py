@@ -8,6 +8,7 @@ from paceline.console.formatting import first_names, plural
 from paceline.errors import ExitCode
 from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
+from paceline.script_check.judge.finding_causes import with_known_causes
 from paceline.script_check.judge.forward_findings import forward_findings
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import (
@@ -28,7 +29,7 @@ _CONSEQUENCES = ("weights-differ", "buffers-differ")
 """Findings that follow from a wrong reduction, and are then left out."""
 _FOLLOWERS = {
     "optimizer-without-gradients": ("weights-differ", "same-samples"),
-    "not-initialized": ("not-finite",),
+    "not-initialized": ("not-finite", "gradients-zero"),
     "not-finite": ("reduction-unexplained",),
 }
 """Findings that say nothing beside another one: the weights of an optimizer that trains nothing, and the like."""
@@ -64,7 +65,7 @@ def judge(run: ScriptRun) -> Verdict:
     if is_split_by_hand(run, has_same_samples=has_same_samples):
         return _not_judged(run, REASON)
     found = _with_averages(found, averaged_steps(run))
-    findings = _without_consequences(found)
+    findings = _without_consequences(with_known_causes(found, run))
     faults = [finding for finding in findings if not finding.is_note]
     reason = "" if faults else _reason(run, reductions)
     code = ExitCode.DIFFERENT if faults else ExitCode.NOT_JUDGED if reason else ExitCode.DONE
@@ -72,7 +73,7 @@ def judge(run: ScriptRun) -> Verdict:
         exit_code=int(code),
         ranks=run.world_size,
         steps=run.last_step,
-        findings=sorted(findings, key=lambda finding: finding.is_note),
+        findings=sorted(findings, key=lambda finding: (finding.is_note, finding.step)),
         sound=_sound(run, reductions, {finding.name for finding in found}),
         not_exercised=not_exercised(run, reductions),
         reason=reason,
@@ -132,7 +133,10 @@ def _reason(run: ScriptRun, reductions: Sequence[StepReduction]) -> str:
     if faults:
         return f"the recorder failed: {faults[0]}"
     if run.world_size > 1 and not reductions:
-        return "no own gradient of a rank was seen: FSDP1, a compiled FSDP2 model, or own gradients of another kind"
+        return (
+            "no own gradient of a rank was seen: ZeRO 3, a compiled model of FSDP, or parameters of the optimizer that"
+            " are no parameters of a model"
+        )
     if run.world_size > 1 and all(each.total.kind == "unexplained" for each in reductions):
         return "no weighting of the ranks' own gradients explains the gradients of the steps"
     return ""

@@ -10,6 +10,7 @@ from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 from paceline.script_check.recording import UNKNOWN_PARAMETER, TensorPrint
 
 _LARGEST = 1e3  # of an initialized weight, as a root mean square
+_SENDER = "DistributedDataParallel"  # which promises equal buffers
 _EQUAL = 1e-4  # relative distance of weights that count as equal
 
 
@@ -128,6 +129,9 @@ def relative_distance(one: TensorPrint, other: TensorPrint) -> float:
 
 
 def _unequal_buffers(run: ScriptRun) -> Iterator[ScriptFinding]:
+    """Yield a finding about buffers that differ under DistributedDataParallel, which sends them; else a note."""
+    if run.sharding == "tensor":
+        return
     for step in run.steps:
         names = [
             name
@@ -135,13 +139,19 @@ def _unequal_buffers(run: ScriptRun) -> Iterator[ScriptFinding]:
             if any(rank.buffers.get(name, digest) != digest for rank in step.ranks[1:])
         ]
         if names:
+            is_sent = _SENDER in {name for each in run.steps for name in each.ranks[0].wrappers}
+            nobody = ": nothing sends them, so evaluations and checkpoints of the ranks differ"
             yield ScriptFinding(
                 name="buffers-differ",
-                text=f"when the forward begins, buffers differ between the ranks, as {first_names(names)}",
+                text=f"when the forward begins, buffers differ between the ranks, as {first_names(names)}"
+                f"{'' if is_sent else nobody}",
                 step=step.number,
                 parameter=names[0],
                 line=step.line("forward"),
-                hint="broadcast_buffers=True, SyncBatchNorm, or evaluate with the buffers of one rank on all ranks",
+                hint="broadcast_buffers=True, SyncBatchNorm, or evaluate with the buffers of one rank on all ranks"
+                if is_sent
+                else "SyncBatchNorm; or send the buffers of rank 0 to all ranks before an evaluation",
+                is_note=not is_sent,
             )
             return
 
@@ -186,8 +196,8 @@ def _batch_norms(run: ScriptRun) -> Iterator[ScriptFinding]:
     if names and run.world_size > 1:
         yield ScriptFinding(
             name="batch-norm",
-            text=f"{plural(len(names), 'batch norm')}, as {first_names(names)}, see only the batch of their rank, so"
-            " another number of ranks is another training",
+            text=f"{plural(len(names), 'batch norm')}, as {first_names(names)}: each rank normalizes by the samples of"
+            " its own batch alone, so another number of ranks is another training",
             hint="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
             is_note=True,
         )

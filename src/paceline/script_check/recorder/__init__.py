@@ -12,10 +12,14 @@ Start with `script_recorder.py`.
 - `forward_watch.py`: The forward passes of the outermost module of a foreign script.
 - `live_modules.py`: The modules of a foreign script: the script never says which model an optimizer trains, so they are
   looked up.
+- `loader_passes.py`: The passes of the script's data loaders through their data: how many batches each gives, and for
+  which epoch.
 - `loader_watch.py`: The batches of the script's data loaders: each is seen, and may be replaced, before the script gets
   it.
 - `own_gradients.py`: The gradients that a rank computes itself, before any reduction: hooks on the parameters see them
   in the backward.
+- `parameter_views.py`: The parameters of a model as an optimizer has them: whole, a part of a flat tensor, or a copy in
+  float32.
 - `sample_keys.py`: Keys of samples: a 64-bit number for each sample of a batch, equal for equal inputs on any rank and
   in any order.
 - `script_recorder.py`: The recorder inside a foreign training process: it writes a line for each step of each

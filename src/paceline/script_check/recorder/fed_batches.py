@@ -5,7 +5,7 @@ says how many samples come next, so a training with larger batches gets several 
 is a reference, which is changed on purpose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.script_check.recorder.batch_files import (
     read_batches,
     replace_rows,
 )
-from paceline.script_check.recorder.sample_keys import sample_keys
+from paceline.script_check.recorder.sample_keys import OutputKey, sample_keys
 
 Rows = dict[str, Tensor]
 
@@ -68,7 +68,7 @@ class FedBatches:
         rows = queue.take(_num_rows(own))
         return batch if rows is None else replace_rows(batch, _checked(rows, own))
 
-    def for_model(self, module: str, step: int, arguments: Any, *, is_data: IsData, own_outputs: set[int]) -> Any:
+    def for_model(self, module: str, step: int, arguments: Any, *, is_data: IsData, own_outputs: Set[OutputKey]) -> Any:
         """Return the arguments of a model, args and kwargs, in place of its own.
 
         They are None if its own have the same samples, or more than the step of the recording: then the batches of the

@@ -6,6 +6,7 @@ this one module sets it again afterwards.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.script_check.recorder.live_modules import inactive_modules, unwrap
-from paceline.script_check.recorder.sample_keys import count_targets, has_loss_count, row_shape, sample_keys
+from paceline.script_check.recorder.sample_keys import (
+    OutputKey,
+    count_targets,
+    has_loss_count,
+    output_key,
+    sample_keys,
+)
 from paceline.script_check.recorder.source_lines import calling_line
 from paceline.script_check.recording import ForwardCall
 from paceline.torch_internals.pytree import tensor_leaves
@@ -39,7 +46,7 @@ class ForwardWatch:
 
     Those in eval mode belong to them if their outputs get a gradient. `begin(module)` is called before each pass that
     may have a backward, and `see_batch(class, args, kwargs)` after each one in training mode. `guard` wraps the hooks,
-    so that their faults end no training. `own_outputs` are the addresses of what the models returned in the step.
+    so that their faults end no training. `own_outputs` has the keys of what the models returned in the step.
     `is_fed` is set if the next call gets another recording's batch.
     """
 
@@ -50,7 +57,7 @@ class ForwardWatch:
         self._begin = begin
         self._see_batch = see_batch
         self.is_fed = False
-        self.own_outputs: set[int] = set()
+        self.own_outputs: set[OutputKey] = set()
         self._calls: list[ForwardCall] = []
         self._inner: set[int] = set()  # modules below an outermost one; checkpointing calls them again in backward
         self._global_hook: RemovableHandle | None = None
@@ -99,7 +106,9 @@ class ForwardWatch:
         self._watch()
         if call is None:
             return
-        keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
+        keys = None
+        with suppress(Exception):  # inputs of a kind that can't be read are no samples, and end no recording
+            keys = sample_keys(args, kwargs, own_outputs=self.own_outputs)
         name, outputs = type(unwrap(module)).__name__, list(tensor_leaves(output))
         finished = ForwardCall(
             module=name,
@@ -114,14 +123,13 @@ class ForwardWatch:
             random_state=0 if call.rng_state == _rng_state() else _digest(call.rng_state),
             is_training=call.is_training,
             inactive=inactive_modules(module),
-            row_shape=row_shape(args, kwargs, own_outputs=self.own_outputs) if keys else (),
         )
         if not call.is_training:
             self._add_if_differentiated(finished, outputs)
             return
         if finished.has_parameters:
             self._see_batch(name, args, kwargs)
-        self.own_outputs |= {tensor.data_ptr() for tensor in outputs}
+        self.own_outputs |= {key for tensor in outputs if (key := output_key(tensor)) is not None}
         self._calls.append(finished)
         self.is_fed = False
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -13,6 +14,9 @@ from paceline.script_check.recording import UNKNOWN_PARAMETER
 from paceline.verification.fingerprints.record import strip_wrapper_names
 
 _MAX_DEPTH = 16  # of wrappers around a model
+_WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
+"""The names of the inner module in torch.compile, Fabric and FSDP1."""
+_LIGHTNING = "LightningModule"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,12 @@ class TrainedModules:
         return "fsdp" if "FSDPModule" in classes else "tensor"
 
     @property
+    def framework(self) -> str:
+        """The framework that runs the loop: `Lightning`, or "" if it is unknown."""
+        classes = {c.__name__ for top in self.outermost for module in top.modules() for c in type(module).__mro__}
+        return "Lightning" if _LIGHTNING in classes else ""
+
+    @property
     def batch_norms(self) -> tuple[str, ...]:
         """The batch norms that see only the batch of their rank."""
         return tuple(
@@ -52,9 +62,9 @@ class TrainedModules:
         )
 
 
-def find_trained_modules(optimizer: Optimizer) -> TrainedModules:
-    """Look up the modules that an optimizer trains among all living objects."""
-    order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+def find_trained_modules(parameters: Sequence[Tensor]) -> TrainedModules:
+    """Look up the modules that have some of the parameters among all living objects."""
+    order = {id(p): place for place, p in enumerate(parameters)}
     modules = _living(nn.Module)
     inner = {id(child) for module in modules for child in module.children()}
     tops = []
@@ -65,6 +75,11 @@ def find_trained_modules(optimizer: Optimizer) -> TrainedModules:
                 tops.append((min(places), -len(places), module))
     outermost = tuple(module for _, _, module in sorted(tops, key=lambda top: top[:2]))
     return TrainedModules(outermost=outermost, names=_names(outermost, order))
+
+
+def find_loss_scalers() -> list[Any]:
+    """Return the living loss scalers that are switched on."""
+    return [each for each in _living(GradScaler) if each.is_enabled()]
 
 
 def find_schedulers(optimizer: Optimizer) -> list[Any]:
@@ -100,7 +115,8 @@ def _wrapper_chain(module: nn.Module) -> Sequence[nn.Module]:
     chain = [module]
     for _ in range(_MAX_DEPTH):
         children = dict(chain[-1].named_children())
-        wrapped = children.get("_orig_mod") or (children.get("module") if len(children) == 1 else None)
+        inner = (children[name] for name in _WRAPPED if name in children)
+        wrapped = next(inner, children.get("module") if len(children) == 1 else None)
         if wrapped is None:
             break
         chain.append(wrapped)

@@ -20,6 +20,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of splitmix64, as a signed number
 _SIZES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
 MAX_EPS = 2.0**-7  # of bfloat16
+Place = tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]
+"""The start and length of this rank's part in each dimension, None for all of it, and the shape of the whole tensor."""
 
 
 def mix_bits(value: Tensor) -> Tensor:
@@ -35,18 +37,37 @@ def _integers(flat: Tensor) -> Tensor:
     return flat.view(_SIZES[flat.element_size()])
 
 
+def has_only_zeros(tensor: Tensor) -> bool:
+    """Return whether a tensor of any layout has no element other than zero; one on the meta device may have some."""
+    return not tensor.is_meta and not bool(_flat(tensor).any())
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """Return the bits of each element as a 64-bit integer, in one dimension."""
-    return _integers(tensor.detach().contiguous().reshape(-1)).long()
+    return _integers(_flat(tensor)).long()
 
 
-def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> TensorPrint:
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all elements in one dimension, dense, with the bits that they stand for."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0, place: Place = (None, None)) -> TensorPrint:
     """Return the summary of a tensor times `scale`, or of this rank's part of a sharded tensor.
 
     With `eps`, the machine epsilon of the type in which it was computed, elements that may be rounding are counted.
+    `place` is where a plain tensor is in another one, of which this rank has only this part. A tensor on the meta
+    device counts as zeros.
     """
-    local, part, shape = _local_part(tensor.detach())
-    flat = local.contiguous().reshape(-1)
+    local, part, shape = _local_part(tensor.detach()) if place[0] is None else (tensor, *place)
+    flat = _flat(local)
+    if flat.is_meta:
+        flat = torch.zeros(flat.shape, dtype=flat.dtype)
     first = 0 if part is None else _range_start(part, shape)
     places = None if first is not None else _positions(part or (), shape, device=flat.device)
     if flat.is_complex():
@@ -67,7 +88,7 @@ def print_tensor(tensor: Tensor, *, scale: float = 1.0, eps: float = 0.0) -> Ten
         sums += torch.cat([square.reshape(1), projections])
         largest = torch.maximum(largest, top)
     square_sum, *totals, top_value = torch.cat([sums, largest.reshape(1)]).tolist()
-    numel = local.numel() if shape is None else int(torch.Size(shape).numel())
+    numel = int(local.numel() if shape is None else torch.Size(shape).numel())
     return TensorPrint(
         numel=numel,
         norm=square_sum**0.5 * abs(scale),
@@ -91,8 +112,10 @@ def _num_faint(flat: Tensor, largest: float, eps: float) -> int:
 
 def project_tensor(tensor: Tensor) -> tuple[float, ...]:
     """Return only the projections of a whole tensor."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = _flat(tensor)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.is_meta:
+        return (0.0,) * NUM_PROJECTIONS
     total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=flat.device)
     for start, chunk in _chunks(flat, 0):
         total += _project(chunk, start)
@@ -101,7 +124,7 @@ def project_tensor(tensor: Tensor) -> tuple[float, ...]:
 
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the machine epsilon of a type, and 0 for integers."""
-    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:
@@ -111,8 +134,6 @@ def _shifted(value: Tensor, count: int) -> Tensor:
 
 def _local_part(tensor: Any) -> tuple[Tensor, tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]:
     """Return the tensor on this rank, its start and length in each dimension, and the shape of the whole tensor."""
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
     if not hasattr(tensor, "placements"):
         return tensor, None, None
     shape = tuple(tensor.shape)

@@ -29,7 +29,7 @@ from paceline.step.pipeline.schedule_interpreter import Pipeline
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_totals import StepResult, global_counts, local_counts
 from paceline.step.synchronous import SynchronousStep, parameter_write_error
-from paceline.torch_internals.private_api import divide_all
+from paceline.torch_internals.private_api import divide_all, run_backward
 
 
 class PipeDreamStep(SynchronousStep):
@@ -308,6 +308,10 @@ class _PipeDreamWork:
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context: only context parallelism, which PipeDream does not support, needs another one."""
         return nullcontext()
+
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
+        """Run the backward of a stage."""
+        run_backward(outputs, gradients)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Do nothing: gradients are sent only when the batch is complete."""

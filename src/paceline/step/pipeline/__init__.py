@@ -7,6 +7,8 @@ Start with `pipeline_forward_backward.py`.
   schedule.
 - `schedule_interpreter.py`: The interpreter of pipeline programs: one for all schedules, for training and for
   forward-only passes.
+- `shard_stages.py`: Pipeline stages under exact context parallelism: each sequence shard of this rank runs through a
+  stage by itself.
 - `split_backward.py`: Backward in two halves for zero-bubble schedules: the input gradients first, the weight gradients
   later.
 - `stage_worker.py`: The work of a rank at its pipeline stages: the user's forward and loss, and the gradient sums of

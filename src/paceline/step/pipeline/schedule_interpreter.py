@@ -1,7 +1,7 @@
 """The interpreter of pipeline programs: one for all schedules, for training and for forward-only passes."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.schedule.program import Action, Op, Program
 from paceline.step.pipeline.p2p import StageChannel, StageLink
 from paceline.step.pipeline.split_backward import DeferredWeightGrad, backward_input, backward_weight
-from paceline.torch_internals.private_api import run_backward
 
 StageMicrobatch = tuple[int, int]
 """A stage and a microbatch."""
@@ -26,14 +25,20 @@ ActionObserver = Callable[[Action, float, float], None]
 class StageWork(Protocol):
     """The interface of the work at a stage. The interpreter decides when each part of the work runs."""
 
-    def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
+    def forward(
+        self, *, stage: int, microbatch: int, received: StageOutput | None
+    ) -> StageOutput | Tensor | list[Tensor] | None:
         """Run one microbatch through one stage. Return the output for the next stage, or on the last stage the loss.
 
-        A forward-only program ignores the result of the last stage.
+        With several parts of a microbatch, the last stage returns a list of losses. A forward-only program ignores the
+        result of the last stage.
         """
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context for a backward or half a backward. In it, recomputation sees the state of the forward."""
+
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
+        """Run a full backward from these outputs of a stage, in its context."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare for the weight gradients of the backward that runs next.
@@ -158,7 +163,7 @@ class Pipeline:
             self._store_output(key, output)
             outputs = [tensor for tensor in output.tensors if tensor.requires_grad]
         else:
-            outputs = [] if output is None else [output]
+            outputs = [] if output is None else output if isinstance(output, list) else [output]
             if self.program.has_backward and not any(tensor.requires_grad for tensor in outputs):
                 raise JobError(
                     "the loss does not depend on any trainable parameter of any stage.",
@@ -179,8 +184,7 @@ class Pipeline:
         pending = self._take_pending(key)
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         if pending.outputs:
-            with work.backward_context(microbatch=action.microbatch):
-                run_backward(pending.outputs, pending.gradients)
+            work.run_backward(pending.outputs, pending.gradients, microbatch=action.microbatch)
         self._store_input_gradients(key, [tensor.grad for tensor in pending.inputs])
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 

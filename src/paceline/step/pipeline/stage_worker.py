@@ -10,6 +10,7 @@ from paceline.comm.process_group import World
 from paceline.parallel.gradients.tied_parameters import sum_tied_gradients
 from paceline.parallel.pipeline.chain.split import StageSplit
 from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
+from paceline.torch_internals.private_api import run_backward
 
 
 class StageRunner:
@@ -43,6 +44,10 @@ class StageRunner:
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context."""
         return nullcontext()
+
+    def run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, microbatch: int) -> None:
+        """Run the backward of a stage."""
+        run_backward(outputs, gradients)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Do nothing: there is nothing to prepare."""

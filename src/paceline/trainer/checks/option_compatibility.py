@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from paceline.config.merge_settings import default_value
-from paceline.config.settings import PlacementSettings, Settings
+from paceline.config.settings import Settings
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
 from paceline.parallel.data_parallel.exact_reduction import MAX_MICROBATCHES
@@ -34,7 +34,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     problems += step_rule(plan.update_rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
     if train_settings.exact:
-        problems += _check_exact(plan, train_settings.precision)
+        problems += _check_exact(plan, train_settings.precision, settings.train.sequence_shards)
     problems += _check_split_model(job, plan)
     if plan.replicas > plan.processes:
         problems += thread_layout_errors(buffers=train_settings.buffers, compiled=train_settings.compile)
@@ -71,9 +71,9 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return []
 
 
-def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) -> list[str]:
+def unused_placement_notes(settings: Settings, plan: ExecutionPlan) -> list[str]:
     """Return notes about placement settings for an axis that this layout does not have."""
-    mesh = plan.mesh
+    mesh, uses_tensors = plan.mesh, plan.mesh.tp > 1 or settings.train.tensor_shards is not None
     users = {
         "place.units": ("fsdp gathers", mesh.zero == 3),
         "place.reshard": ("fsdp gathers", mesh.zero == 3),
@@ -81,13 +81,13 @@ def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) ->
         "place.stages": ("pp cuts stages", mesh.pp > 1),
         "place.balance": ("pp cuts stages", mesh.pp > 1),
         "place.cut": ("pp cuts stages", mesh.pp > 1),
-        "place.tensor_plan": ("tp splits modules", mesh.tp > 1),
-        "place.replicate": ("tp splits modules", mesh.tp > 1),
+        "place.tensor_plan": ("tp splits modules", uses_tensors),
+        "place.replicate": ("tp splits modules", uses_tensors),
     }
     return [
         f"note: {name} sets how {user}, which does not apply to {plan.layout}"
         for name, (user, is_used) in users.items()
-        if not is_used and getattr(placement, name.partition(".")[2]) != default_value(name)
+        if not is_used and getattr(settings.place, name.partition(".")[2]) != default_value(name)
     ]
 
 
@@ -154,7 +154,7 @@ def _check_split_model(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return problems
 
 
-def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
+def _check_exact(plan: ExecutionPlan, precision: str, sequence_shards: int | None) -> list[PacelineError]:
     problems: list[PacelineError] = []
     if plan.device != "cpu":
         problems.append(UsageError("exact mode is proven on CPUs only so far.", hint="--device cpu"))
@@ -162,10 +162,12 @@ def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
         problems.append(
             UsageError("exact mode with fp16 is not supported: its loss scale may differ.", hint="bf16 or fp32")
         )
-    if plan.num_micro > MAX_MICROBATCHES:
+    if plan.num_micro * (sequence_shards or 1) > MAX_MICROBATCHES:
+        shards = f" of {sequence_shards} sequence shards" if sequence_shards else ""
         problems.append(
             UsageError(
-                f"exact mode adds at most {MAX_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
+                f"exact mode adds at most {MAX_MICROBATCHES} gradients, but this run has {plan.num_micro} "
+                f"microbatches{shards}.",
                 hint="a larger --train.micro_batch_size",
             )
         )

@@ -12,6 +12,7 @@ from paceline.errors import JobError, LayoutError
 from paceline.job import Job
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.context_parallel_check import check_context
+from paceline.parallel.context_parallel.exact_context import ExactContextParallel
 from paceline.parallel.context_parallel.sequence_sharding import batch_length, sequence_hint
 from paceline.parallel.expert_parallel.expert_parallel_check import check_experts
 from paceline.parallel.module_access.model_copy import copy_model
@@ -28,28 +29,44 @@ NOT_COMPARED_NOTE = (
 
 
 def build_context_parallel(
-    job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
-) -> ContextParallel | None:
+    job: Job,
+    *,
+    model: nn.Module,
+    contract: LossContract,
+    worlds: MeshGroups,
+    example: ExampleBatch,
+    sequence_shards: int | None = None,
+) -> ContextParallel | ExactContextParallel | None:
     """Return the object that splits sequences and runs the model on the slices, or None if sequences are not split.
+
+    With `sequence_shards`, exact mode computes each sequence in this number of parts, on one `cp` rank too.
 
     Raises:
         JobError: the job does not name the sequence dimension.
         LayoutError: a layer can't be split along the sequence, or the slices give a different result.
     """
-    if worlds.cp.world_size == 1:
+    num_parts = sequence_shards or worlds.cp.world_size
+    if num_parts == 1:
         return None
     sequence = _sequence_dims(job, example)
     length_check: BatchLengthCheck | None = None
     if is_model_small(model) and not worlds.all_ranks.is_simulated:
-        check_batch = try_context_parallel(
-            job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example
-        )
+        check_batch = try_context_parallel(job, model=model, contract=contract, ranks=num_parts, example=example)
         if _holds_full_weights(worlds):
             length_check = BatchLengthCheck(
                 model, check_batch, first_length=batch_length(example.small_batch, sequence=sequence)
             )
-    context = ContextParallel(
-        model=model, sequence=sequence, world=worlds.cp, is_model_loss=contract.is_model_loss, check_length=length_check
+    arguments: dict[str, Any] = {
+        "model": model,
+        "sequence": sequence,
+        "world": worlds.cp,
+        "is_model_loss": contract.is_model_loss,
+        "check_length": length_check,
+    }
+    context = (
+        ContextParallel(**arguments)
+        if sequence_shards is None
+        else ExactContextParallel(num_shards=sequence_shards, **arguments)
     )
     if context.should_shift_labels:
         contract.mark_labels_shifted()

@@ -40,6 +40,8 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "max_grad_norm": setup.settings.train.max_grad_norm,
         "ema": setup.job.ema,
         "exact": setup.settings.train.exact,
+        "tensor_shards": setup.settings.train.tensor_shards,
+        "sequence_shards": setup.settings.train.sequence_shards,
         "kernels": kernel_fingerprint(),
         "precision": setup.settings.train.precision,
         "buffers": setup.settings.train.buffers,

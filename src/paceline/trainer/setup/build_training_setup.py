@@ -190,7 +190,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
     refuse_compiled_model(models[0], plan)
     named_parameters = [trainable_parameters(model) for model in models]
-    notes = [*unused_placement_notes(settings.place, plan), *initial_models[0].notes, *set_train_mode(models)]
+    notes = [*unused_placement_notes(settings, plan), *initial_models[0].notes, *set_train_mode(models)]
     notes += _broadcast_initial_weights(models[0], world) if initial_models[0].is_whole else []
     notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
     shared_model = rule.share_model(models[0], world=world)
@@ -300,11 +300,19 @@ def _parallelize_replica(
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
-    if set(plan.mesh.split_axes) - set(DATA_AXES):
+    has_shards = bool(settings.train.tensor_shards or settings.train.sequence_shards)
+    if set(plan.mesh.split_axes) - set(DATA_AXES) or has_shards:
         example.learn_loss() if initial_model.deferred_model is None else initial_model.deferred_model.run_with_values(
             example.learn_loss
         )
-    context = build_context_parallel(job, model=model, contract=contract, worlds=worlds, example=example)
+    context = build_context_parallel(
+        job,
+        model=model,
+        contract=contract,
+        worlds=worlds,
+        example=example,
+        sequence_shards=settings.train.sequence_shards,
+    )
     if plan.mesh.ep > 1 and is_model_small(model) and not worlds.all_ranks.is_simulated:
         try_expert_parallel(model=model, contract=contract, example=example)
     unchecked_axes = [] if is_model_small(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
@@ -317,6 +325,7 @@ def _parallelize_replica(
         report=print_line,
         settings=settings.place,
         exact=exact,
+        tensor_shards=settings.train.tensor_shards,
         is_compiled=settings.train.compile,
         full_tensor_names=full_parameters,
         context_parallel=context,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from paceline.data.types import StepInput
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
-from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.sharding import slice_shard
 from paceline.torch_internals.private_api import is_in_backward, tree_flatten
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.diagnosis.rank_names import RankNames

@@ -6,6 +6,7 @@ Calls are intercepted outside all hooks of a module, so sharding, compiling and 
 modules only.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,7 @@ class Stages:
         self.split = split
         self.owned_stages = tuple(owned_stages)
         self.on_forward_end: list[Callable[[], None]] = []
-        self._current_run: _StageRun | None = None
+        self._running = threading.local()  # several shards of a sequence may be in a stage, each in its own thread
         self._initially_zero_dropout = InitiallyZeroDropout(model)
         self._device = device or next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -157,6 +158,15 @@ class Stages:
         if run.num_called_blocks < len(self.split.blocks):
             raise self._block_order_error(run) if run.num_called_blocks else self._no_block_error(stage)
         return result
+
+    @property
+    def _current_run(self) -> _StageRun | None:
+        """The run of this thread."""
+        return getattr(self._running, "run", None)
+
+    @_current_run.setter
+    def _current_run(self, run: _StageRun | None) -> None:
+        self._running.run = run
 
     def check_trainable(self) -> None:
         """Raise, before the first step, if the stages can evaluate the model but not train it.

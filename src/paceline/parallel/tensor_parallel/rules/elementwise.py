@@ -12,7 +12,7 @@ from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
     copy_to_parallel_region,
     reduce_from_parallel_region,
-    slice_shard,
+    slice_local,
 )
 from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import (
@@ -205,4 +205,4 @@ def local_dropout_mask(local: Tensor, p: float, sharding: DimSharding, group: Te
         else:
             permuted = torch.ones([shape[d] for d in order], dtype=local.dtype, device=local.device)
             ones = permuted.permute([order.index(d) for d in range(local.dim())])
-        return slice_shard(F.dropout(ones, p), sharding, group.rank)
+        return slice_local(F.dropout(ones, p), sharding, group)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.parallel.tensor_parallel.collectives import map_ranks
+from paceline.parallel.tensor_parallel.logical.logical_shards import call_with_values
 from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, register_rule
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
@@ -28,11 +30,11 @@ def narrow_sharded(
         description = f"a slice [{start}:{stop}] of {x.sharding.size}"
         raise NoRule(IncompatibleReshape(description=description, sections=suggested_sections))
     first_section, last_section = section_range
-    local_sizes = [bounds[x.group.rank + 1] - bounds[x.group.rank] for bounds in x.sharding.sections]
     sharding = DimSharding(dim=dim, sections=x.sharding.sections[first_section:last_section])
-    return wrap_like(
-        x, x.local.narrow(dim, sum(local_sizes[:first_section]), sum(local_sizes[first_section:last_section])), sharding
-    )
+    sections_before = DimSharding(dim=dim, sections=x.sharding.sections[:first_section])
+    local_start = map_ranks(sections_before.local_size, x.group)
+    local = call_with_values(torch.narrow, x.local, dim, local_start, map_ranks(sharding.local_size, x.group))
+    return wrap_like(x, local, sharding)
 
 
 def _narrow_by_sizes(x: ShardPropagatingTensor, dim: int, sizes: list[int]) -> tuple[ShardPropagatingTensor, ...]:

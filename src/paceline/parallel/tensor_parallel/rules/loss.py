@@ -12,9 +12,12 @@ from typing_extensions import override
 
 from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
+    copy_to_parallel_region,
+    map_ranks_to_index,
     reduce_from_parallel_region,
     take_local_shard,
 )
+from paceline.parallel.tensor_parallel.logical.logical_shards import LogicalShards
 from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
 from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, register_rule
@@ -80,6 +83,23 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return local_grad, None, None, None, None, None
 
 
+def _log_softmax_of_logical_shards(local: Tensor, dim: int, group: TensorParallelGroup) -> Tensor:
+    """Compute `_LogSoftmax` on logical shards by functions with a gradient."""
+    shifted = local - group.all_reduce_max(_local_max(local.detach(), dim))
+    sum_exp = reduce_from_parallel_region(shifted.exp().sum(dim, keepdim=True), group)
+    return shifted - copy_to_parallel_region(sum_exp.log(), group)
+
+
+def _cross_entropy_of_logical_shards(
+    local: Tensor, local_index: Tensor, is_local: Tensor, is_counted: Tensor, dim: int, group: TensorParallelGroup
+) -> Tensor:
+    """Compute `_ShardedCrossEntropy` on logical shards by functions with a gradient."""
+    shifted = local - group.all_reduce_max(_local_max(local.detach(), dim))
+    local_logit = shifted.gather(dim, local_index).masked_fill(~is_local, 0.0)
+    sums = reduce_from_parallel_region(torch.stack([shifted.exp().sum(dim, keepdim=True), local_logit]), group)
+    return (sums[0].log() - sums[1]).masked_fill(~is_counted, 0.0)
+
+
 def _local_max(local: Tensor, dim: int) -> Tensor:
     """Return the maximum along a dimension that may be empty on this rank."""
     shape = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
@@ -101,6 +121,8 @@ def _result_dtype(x: ShardPropagatingTensor, *, is_loss: bool = True) -> torch.d
 
 
 def _log_softmax(x: ShardPropagatingTensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(x.local, LogicalShards):
+        return _log_softmax_of_logical_shards(x.local.to(dtype), x.sharding.dim, x.group)
     log_probs: Tensor = _LogSoftmax.apply(x.local.to(dtype), x.sharding.dim, x.group)  # type: ignore[no-untyped-call]
     return log_probs
 
@@ -183,7 +205,10 @@ def _cross_entropy_per_row(
     """Return the cross-entropy of each row of logits, times its class weight; zero if the target is ignored."""
     is_counted, is_local, local_index = _locate_targets(x, target, ignore_index)
     arguments = (x.local, local_index.unsqueeze(dim), is_local.unsqueeze(dim), is_counted.unsqueeze(dim), dim, x.group)
-    losses: Tensor = _ShardedCrossEntropy.apply(*arguments).squeeze(dim)  # type: ignore[no-untyped-call]
+    if isinstance(x.local, LogicalShards):
+        losses = _cross_entropy_of_logical_shards(*arguments).squeeze(dim)
+    else:
+        losses = _ShardedCrossEntropy.apply(*arguments).squeeze(dim)  # type: ignore[no-untyped-call]
     return losses if weight is None else losses * weight[torch.where(is_counted, target, 0)]
 
 
@@ -205,7 +230,8 @@ def _locate_targets(x: ShardPropagatingTensor, target: Tensor, ignore_index: int
 
     The local index of another rank's target is 0.
     """
-    start, stop = x.sharding.ranges(x.group.rank)[0]
+    start = map_ranks_to_index(lambda rank: x.sharding.ranges(rank)[0][0], x.group)
+    stop = map_ranks_to_index(lambda rank: x.sharding.ranges(rank)[0][1], x.group)
     is_counted = target != ignore_index
     is_out_of_range = is_counted & ((target < 0) | (target >= x.sharding.size))
     if target.device.type == "cpu" and bool(is_out_of_range.any()):
@@ -271,8 +297,7 @@ def _argmax(call: FunctionCall) -> Any:
         local = x.local.detach()
         local_max, local_index = local.max(dim, keepdim=True)
         global_max = x.group.all_reduce_max(local_max.clone())
-        candidate = torch.where(
-            local_max == global_max, local_index + x.sharding.ranges(x.group.rank)[0][0], x.sharding.size
-        )
+        start = map_ranks_to_index(lambda rank: x.sharding.ranges(rank)[0][0], x.group)
+        candidate = torch.where(local_max == global_max, local_index + start, x.sharding.size)
         index = -x.group.all_reduce_max(-candidate)
     return index if keepdim else index.squeeze(dim)

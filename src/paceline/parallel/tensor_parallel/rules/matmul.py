@@ -7,6 +7,7 @@ its bias is added once, after the all-reduce.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
     copy_to_parallel_region,
+    map_ranks,
+    map_ranks_to_index,
     reduce_from_parallel_region,
     reduce_scatter_partials,
     take_local_shard,
 )
+from paceline.parallel.tensor_parallel.logical.logical_shards import call_with_values
 from paceline.parallel.tensor_parallel.rules.elementwise import local_dropout_mask
 from paceline.parallel.tensor_parallel.rules.views import positive_dim, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import (
@@ -198,15 +202,23 @@ def _embedding(call: FunctionCall) -> Any:
         )
     if len(weight.sharding.sections) > 1:
         raise NoRule
-    start, stop = weight.sharding.ranges(weight.group.rank)[0]
-    if padding is not None:
-        padding = positive_dim(padding, weight.sharding.size)
+    sharding, group = weight.sharding, weight.group
+    start = map_ranks_to_index(lambda rank: sharding.ranges(rank)[0][0], group)
+    stop = map_ranks_to_index(lambda rank: sharding.ranges(rank)[0][1], group)
     is_remote = (ids < start) | (ids >= stop)
     _check_ids(ids, weight.sharding.size)
     local_ids = torch.where(is_remote, 0, ids - start)
-    holds_padding = padding is not None and start <= padding < stop
-    rows = F.embedding(local_ids, weight.local, padding - start if holds_padding and padding is not None else None)
+    local_padding = None if padding is None else positive_dim(padding, sharding.size)
+    if local_padding is not None:
+        local_padding = map_ranks(partial(_index_in_range, local_padding, sharding), group)
+    rows = call_with_values(F.embedding, local_ids, weight.local, local_padding)
     return sum_partials(rows.masked_fill(is_remote.unsqueeze(-1), 0.0), weight.group)
+
+
+def _index_in_range(index: int, sharding: DimSharding, rank: int) -> int | None:
+    """Return the local index of a row, or None if this rank does not hold it."""
+    start, stop = sharding.ranges(rank)[0]
+    return index - start if start <= index < stop else None
 
 
 def _check_ids(ids: Tensor, size: int) -> None:

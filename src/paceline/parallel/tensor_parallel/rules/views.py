@@ -47,7 +47,9 @@ def reshape_sharded(x: ShardPropagatingTensor, sizes: list[int], func: Any = tor
     listener = getattr(x.group, "on_heads_viewed", None)
     if listener is not None and sharding.size != x.sharding.size:
         listener(x.origins, sharding.size)
-    local = [sharding.local_size(x.group.rank) if d == sharding.dim else n for d, n in enumerate(sizes)]
+    local = [-1 if d == sharding.dim else n for d, n in enumerate(sizes)]
+    if not math.prod(sizes) or not sharding.local_size(x.group.rank):
+        local[sharding.dim] = sharding.local_size(x.group.rank)
     return wrap_like(x, func(x.local, local), sharding)
 
 
