@@ -103,34 +103,38 @@ def find_pieces(own: Weights, ranks: Mapping[int, Weights]) -> tuple[list[ModelP
     return list(found.values()), unknown
 
 
-def print_gradients(
-    pieces: list[ModelPiece], gradients: Mapping[str, Tensor | None], *, scale: float, eps: float
-) -> list[TensorPrint | None]:
-    """Return the summaries of the pieces of this process's gradients, times `scale`; None where there is none."""
-    printed = list[TensorPrint | None]()
-    for each in pieces:
-        gradient = gradients.get(each.own_name)
-        is_plain = gradient is not None and gradient.layout == torch.strided
-        cut = each.cut(gradient, is_gradient=True) if is_plain and gradient is not None else None
-        printed.append(None if cut is None else print_tensor(cut, scale=scale, eps=eps))
-    return printed
+class PiecePrinter:
+    """The summaries of the pieces of this process's parameters, if the ranks of another recording have pieces.
 
+    `weights` are the parameters before the first step, and `ranks` those of the other recording by rank.
+    """
 
-def print_pieces(
-    pieces: list[ModelPiece], own: Weights, gradients: list[TensorPrint | None]
-) -> tuple[PiecePrint, ...]:
-    """Return the summaries of the pieces of this process's weights, with those of their gradients."""
-    return tuple(
-        PiecePrint(
-            rank=each.rank,
-            name=each.name,
-            own_name=each.own_name,
-            num_padding=each.num_padding,
-            gradient=gradient,
-            weight=print_tensor(each.cut(own[each.own_name], is_gradient=False)),
+    def __init__(self, weights: Weights, ranks: Mapping[int, Weights]) -> None:
+        self._pieces, unknown = find_pieces(weights, ranks)
+        self.unknown = tuple(unknown)
+        self._gradients: list[TensorPrint | None] = [None] * len(self._pieces)
+
+    def read_gradients(self, own: Weights, *, scale: float, eps: float) -> None:
+        """Summarize the gradients of the parameters, times `scale`."""
+        for number, each in enumerate(self._pieces):
+            gradient = own[each.own_name].grad
+            if gradient is not None and gradient.layout == torch.strided:
+                self._gradients[number] = print_tensor(each.cut(gradient, is_gradient=True), scale=scale, eps=eps)
+
+    def take(self, own: Weights) -> tuple[PiecePrint, ...]:
+        """Return the pieces of the weights with those of the last gradients, and forget these."""
+        gradients, self._gradients = self._gradients, [None] * len(self._pieces)
+        return tuple(
+            PiecePrint(
+                rank=each.rank,
+                name=each.name,
+                own_name=each.own_name,
+                num_padding=each.num_padding,
+                gradient=gradient,
+                weight=print_tensor(each.cut(own[each.own_name], is_gradient=False)),
+            )
+            for each, gradient in zip(self._pieces, gradients, strict=True)
         )
-        for each, gradient in zip(pieces, gradients or [None] * len(pieces), strict=True)
-    )
 
 
 def _are_replicas(own: Weights, ranks: Mapping[int, Weights]) -> bool:
@@ -258,9 +262,13 @@ def _neighbour_rows(
     module = own_name.rpartition(".")[0]
     for each in known:
         is_near = each.rank == rank and each.own_name.rpartition(".")[0] == module
-        if is_near and each.rows is not None and len(each.rows) == length:
-            if own[each.own_name].tensor.shape[each.dimension] == size:
-                yield each.rows
+        if is_near and each.rows is not None and _has_rows(each, own, length, size):
+            yield each.rows
+
+
+def _has_rows(piece: ModelPiece, own: Mapping[str, _OwnParameter], length: int, size: int) -> bool:
+    is_as_long = piece.rows is not None and len(piece.rows) == length
+    return is_as_long and own[piece.own_name].tensor.shape[piece.dimension] == size
 
 
 def _chunks(rank: int, own: Mapping[str, _OwnParameter], known: list[ModelPiece]) -> Iterator[int]:
@@ -291,7 +299,7 @@ def _row_keys(tensor: Tensor, dimension: int) -> list[int]:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements are equal; a single one says nothing, unless it is 0 or 1, as of a new bias or norm."""
+    """Return whether all elements are equal, or the only one is 0 or 1, as those of a new bias or norm."""
     flat = tensor.reshape(-1)
     if flat.numel() == 1:
         return float(flat[0]) in (0.0, 1.0)
