@@ -41,13 +41,13 @@ def write_batch(folder: Path, rank: int, key: str, batch: Any, *, is_data: IsDat
         save_file({path: tensor.detach().cpu().contiguous().clone() for path, tensor in rows.items()}, file)
 
 
-def read_batches(folder: Path, key: str) -> list[dict[str, Tensor]]:
-    """Return the batches of this name that the ranks had, in the order of the ranks."""
+def read_batches(folder: Path, key: str) -> dict[int, dict[str, Tensor]]:
+    """Return the batches of this name by the ranks that had them, in the order of the ranks."""
     files = sorted(
         (folder / BATCH_FOLDER).glob(f"rank-*/{key}.safetensors"), key=lambda file: int(file.parent.name[5:])
     )
     try:
-        return [load_file(file) for file in files]
+        return {int(file.parent.name[5:]): load_file(file) for file in files}
     except SafetensorError as error:
         raise ValueError(f"a batch {key} of {folder} can't be read: {error}") from None
 
