@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.console.formatting import first_names, plural
+from paceline.script_check.comparison.sample_comparison import has_sequence_pieces
 from paceline.script_check.comparison.script_records import fingerprint_of, step_eps
 from paceline.script_check.judge.reduction import find_reductions, fit_weights
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep, Vector
@@ -53,7 +54,7 @@ def gradient_cause(
         or _unequal_by_parameter(reference, other, called)
         or _known_noise(first, second)
         or _reached(reference, other, called)
-        or _unknown(called)
+        or (_other_forward((), called) if has_sequence_pieces(first, second) else _unknown(called))
     )
 
 
@@ -154,19 +155,30 @@ def _unequal_by_parameter(reference: _Gradients, other: _Gradients, called: tupl
     A model with several losses does so, each of which is a mean over its own count.
     """
     found: dict[str, list[tuple[float, str, str]]] = {}
+    num_equal = 0
     for word, columns_of in (("ranks", other.step.own), ("backward passes", other.step.passes)):
         for name in (name for name, own in other.own_names.items() if own in other.step.judged_names):
             columns = columns_of(other.own_names[name])
             if name in reference.prints and columns.shape[1] in range(2, _MAX_COLUMNS // 2 + 1):
                 weights, rest = _fit(reference, {name: columns})
                 mean = float(np.mean(weights))
-                if rest < _NEAR and np.max(np.abs(weights - mean)) > _NEAR * abs(mean):
+                is_equal = bool(np.max(np.abs(weights - mean)) <= _NEAR * abs(mean))
+                num_equal += rest < _NEAR and is_equal
+                if rest < _NEAR and not is_equal:
                     shares = ", ".join(f"{value:.3g}" for value in weights / weights.sum())
                     found.setdefault(word, []).append((rest, f"({shares})", name))
     word = max(found, key=lambda each: len(found[each]), default="")
     shown: dict[str, str] = {}
     for _, shares, name in sorted(found.get(word, [])):  # the best fits are of parameters that only one loss has
         shown.setdefault(shares, name)
+    if len(shown) == 1 and not num_equal:
+        shares, name = next(iter(shown.items()))
+        return Cause(
+            text=f"the {word} of {called[1]} count as {shares} for {name} in {called[0]}, and equally in {called[1]}: a"
+            " mean of means, each divided by its own count of tokens or samples; the gradients of the others also come"
+            " from other ranks",
+            hint="divide the sum of the loss by the count of all ranks and passes",
+        )
     if len(shown) < 2:
         return None
     counts = " and ".join(f"as {shares} for {name}" for shares, name in list(shown.items())[:2])
@@ -186,7 +198,9 @@ def _fit(reference: _Gradients, columns: Mapping[str, Vector]) -> tuple[Vector, 
 def random_cause(first: ScriptRun, second: ScriptRun, *, step: int, called: tuple[str, str]) -> Cause | None:
     """Return a cause if the ranks of the second run draw other random numbers than the process of the first one."""
     for one in (each for each in first.steps if each.number <= step):
-        many = next((each for each in second.steps if (each.optimizer, each.number) == (one.optimizer, one.number)), None)
+        many = next(
+            (each for each in second.steps if (each.optimizer, each.number) == (one.optimizer, one.number)), None
+        )
         if many is None:
             continue
         own, of_ranks = _random_states(one, 0), [_random_states(many, rank) for rank in range(len(many.ranks))]
@@ -220,11 +234,15 @@ def with_reached_parameters(
             hint="look for a collective without its backward, as dist.all_gather has none, or with the wrong group; a"
             " wrong recomputation; an auxiliary loss with another weight or count",
         )
-    suspects = "another loss, as over a part of the vocabulary or by local counts, another position or mask, or a bias"
-    rows = f"; {first_names(padded)} has rows of padding, which must not count in the loss" if padded else ""
+    return _other_forward(padded, called)
+
+
+def _other_forward(padded: Sequence[str], called: tuple[str, str]) -> Cause:
+    rows = f", or {first_names(padded)} with rows of padding, which must not count in the loss" if padded else ""
     return Cause(
         text=f"all gradients differ, and by no common factor: the ranks of {called[1]} compute another forward or"
-        f" another loss than {called[0]}: {suspects} that each rank adds{rows}",
+        f" another loss than {called[0]}: a loss over a part of the vocabulary or by local counts, other positions or"
+        f" masks, a bias that each rank adds{rows}",
         hint="print the loss of both commands at the first step: if it differs, the forward or the loss does",
     )
 

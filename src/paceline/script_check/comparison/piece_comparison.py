@@ -138,9 +138,7 @@ def _common_factor(one: ScriptStep, many: ScriptStep, parts: list[_Part], called
     )
 
 
-def _clip_factors(
-    one: ScriptStep, many: ScriptStep, parts: list[_Part], factor: float
-) -> tuple[float, float] | None:
+def _clip_factors(one: ScriptStep, many: ScriptStep, parts: list[_Part], factor: float) -> tuple[float, float] | None:
     """Return the factors by which both runs multiply their gradients, if their ratio explains the difference."""
     of_one = [
         fitted.factors[0] for part in parts if (fitted := fit_group(one, part.piece.own_name, [0])).factors is not None
@@ -171,7 +169,7 @@ def _norm_reason(one: ScriptStep, parts: list[_Part], factor: float) -> str:
         if amount and abs(excess / amount - 1) < _NEAR:
             return f". {name}, which is replicated, counts once for each rank"
     missing = [(part.label, part.one.norm**2) for part in parts if part.piece.own_name not in replicated]
-    missing += [(name, each[0].one.norm ** 2) for name, each in copies.items()]
+    missing += [(name, one.gradients[0][name].norm ** 2) for name in copies]
     close = [(abs(-excess / amount - 1), label) for label, amount in missing if amount]
     rest, label = min(close, default=(1.0, ""))
     return f". It leaves out {label}" if rest < _NEAR else ""

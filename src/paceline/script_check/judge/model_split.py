@@ -55,14 +55,16 @@ class ModelSplit:
     @property
     def description(self) -> str:
         """A sentence about the structure."""
-        replicated = sum(len(groups) == 1 and len(groups[0]) == self.world_size for groups in self.replicas.values())
+        whole = {key for key, groups in self.replicas.items() if len(groups) == 1 and len(groups[0]) == self.world_size}
         parts = []
         if self.local:
             parts.append(f"{plural(len(self.local), 'parameter')} on some ranks only, as stages or experts")
         if self.pieces:
             sizes = {len(self.replicas[key]) for key in self.pieces}
             parts.append(f"{plural(len(self.pieces), 'parameter')} in {' or '.join(map(str, sorted(sizes)))} pieces")
-        parts.append(f"{replicated} on all ranks alike")
+        parts.append(f"{len(whole - self.constant)} on all ranks alike")
+        if whole & self.constant:
+            parts.append(f"{len(whole & self.constant)} constant at the start, of which this can't be told")
         return f"the model is split by hand over {self.world_size} ranks: {', '.join(parts)}"
 
 
@@ -192,7 +194,7 @@ def _compute_other_gradients(run: ScriptRun) -> bool:
     for step in steps:
         draws = any(call.random_state for rank in step.ranks for call in rank.calls)
         columns = [step.own(name) for name in step.judged_names]
-        if draws or not columns or any(rank.buffers for rank in step.ranks):
+        if draws or not columns:
             return False
         stacked = np.vstack([each / max(float(np.linalg.norm(each)), 1e-300) for each in columns])
         if np.linalg.norm(stacked - stacked[:, :1]) > 10 * _RESIDUAL * np.linalg.norm(stacked):

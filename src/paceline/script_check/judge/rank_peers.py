@@ -34,7 +34,7 @@ class RankPeers:
     def share_batches(self, first: int, second: int) -> bool:
         """Return whether a batch that both ranks read counts once: their models get other parts of it, or share it."""
         return self.share_model(first, second) or any(
-            not step.samples(first) & step.samples(second)
+            step.samples(first) != step.samples(second)
             for step in self.run.steps[:1]
             if step.samples(first) and step.samples(second)
         )

@@ -93,9 +93,7 @@ def _has_parted(step: ScriptStep, name: str, ranks: tuple[int, ...]) -> bool:
     return any(relative_distance(prints[0], each) > _EQUAL for each in prints[1:])
 
 
-def _parted_replicas(
-    run: ScriptRun, split: ModelSplit, step: ScriptStep, keys: list[Key]
-) -> Iterator[ScriptFinding]:
+def _parted_replicas(run: ScriptRun, split: ModelSplit, step: ScriptStep, keys: list[Key]) -> Iterator[ScriptFinding]:
     """Yield a finding about parameters that start equal on some ranks and get other values."""
     names = [name for _, name in keys]
     group = next(ranks for ranks in split.replicas[keys[0]] if _has_parted(step, names[0], ranks))

@@ -39,6 +39,15 @@ _FOLLOWERS = {
     "optimizer-without-gradients": ("weights-differ", "same-samples"),
     "not-initialized": ("not-finite", "gradients-zero"),
     "not-finite": ("reduction-unexplained",),
+    "peers-read-otherwise": (
+        "gradients-own",
+        "weights-differ",
+        "common-samples",
+        "parameter-reduced-otherwise",
+        "reduction-unexplained",
+        "gradients-unequal",
+        "gradients-scaled-otherwise",
+    ),
 }
 """Findings that say nothing beside another one: the weights of an optimizer that trains nothing, and the like."""
 
@@ -197,6 +206,11 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
         which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
         lines.append(f"all ranks have equal weights, before the first step and after {which}")
-    if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
+    if (
+        run.world_size > 1
+        and not {"same-samples", "peers-read-otherwise"} & found
+        and run.steps
+        and run.steps[0].samples(0)
+    ):
         lines.append("at the same step, the ranks read different samples")
     return lines

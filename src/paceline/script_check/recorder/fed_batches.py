@@ -53,7 +53,6 @@ class _BatchQueue:
             taken.append(self._waiting.pop(0))
         return {path: rows[:num_rows] for path, rows in join_rows(taken).items()} if taken else None
 
-
     def has_pieces(self, own: Rows) -> bool:
         """Return whether the ranks have pieces of the sequences of the next batch, of which this process has all."""
         parts = self._waiting or self._distinct(read_batches(self._folder, self._key(self._number)))
@@ -107,7 +106,6 @@ class FedBatches:
         fed = replace_rows(arguments, _checked(rows, own))
         keys = [sample_keys(*each, own_outputs=own_outputs) or [] for each in (arguments, fed)]
         return None if sorted(keys[0]) == sorted(keys[1]) else fed
-
 
     def _queue(self, key: Callable[[int], str]) -> _BatchQueue:
         return _BatchQueue(self._folder, key, self._peers.share_batches)

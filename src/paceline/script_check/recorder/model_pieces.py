@@ -165,9 +165,7 @@ def _find_by_values(rank: int, name: str, tensor: Tensor, own: Mapping[str, _Own
     return None
 
 
-def _find_rows(
-    rank: int, name: str, tensor: Tensor, own_name: str, parameter: _OwnParameter
-) -> ModelPiece | None:
+def _find_rows(rank: int, name: str, tensor: Tensor, own_name: str, parameter: _OwnParameter) -> ModelPiece | None:
     """Return the piece if its rows along one dimension are rows of the parameter; constant rows may be padding."""
     whole = parameter.tensor
     for dimension in _cut_dimensions(tensor, whole):
@@ -198,9 +196,7 @@ def _piece_of_rows(
     )
 
 
-def _find_elements(
-    rank: int, name: str, tensor: Tensor, own_name: str, parameter: _OwnParameter
-) -> ModelPiece | None:
+def _find_elements(rank: int, name: str, tensor: Tensor, own_name: str, parameter: _OwnParameter) -> ModelPiece | None:
     """Return the piece if each of its elements is one of the parameter, at whatever places."""
     values, positions = parameter.elements
     wanted = bits_of(tensor)
