@@ -1,4 +1,4 @@
-"""The comparison of one process with ranks that hold its model in pieces: each rank's part with the same elements there."""
+"""The comparison of one process with ranks that hold its model in pieces, element by element of each piece."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

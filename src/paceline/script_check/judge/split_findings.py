@@ -148,8 +148,8 @@ def _peers_draw_otherwise(run: ScriptRun, split: ModelSplit) -> Iterator[ScriptF
                 if is_same and step.samples(rank) and states[other] and states[rank] != states[other]:
                     yield ScriptFinding(
                         name="peers-draw-otherwise",
-                        text=f"ranks {other} and {rank} have parts of one model and the same samples, and draw different"
-                        " random numbers in the forward: wrong for dropout on activations that both of them have",
+                        text=f"ranks {other} and {rank} have parts of one model and the same samples, and draw"
+                        " different random numbers in the forward: wrong for dropout on activations that both have",
                         step=step.number,
                         line=step.line("forward"),
                         hint="seed the random numbers of replicated activations alike on these ranks; right for dropout"

@@ -2,7 +2,7 @@
 
 The pieces are found by their start values alone, so it does not matter along which dimension a script cuts a weight, in
 what order it joins the parts, or how it calls them on a later stage of a pipeline. Weights that are constant at the
-start, as those of a new norm, have no such values: their names, and the pieces of their neighbours, tell where they are.
+start, as those of a new norm, have no such values: their names and the pieces of their neighbours tell where they are.
 """
 
 from collections import Counter
