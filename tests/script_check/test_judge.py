@@ -172,10 +172,10 @@ def test_only_some_steps_have_summaries_and_the_verdict_says_so(recordings: Path
     assert verdict.not_exercised[0].startswith("gradients and weights at 4 of 8 steps"), verdict
 
 
-def test_a_model_that_is_split_by_hand_is_not_judged(recordings: Path) -> None:
+def test_a_model_that_is_split_by_hand_has_replicas_that_stay_equal(recordings: Path) -> None:
     verdict = verdict_of(recordings / "split by hand")
-    assert (verdict.exit_code, verdict.findings, verdict.sound) == (5, [], []), verdict
-    assert "written by hand" in verdict.reason
+    assert (verdict.exit_code, names(verdict)) == (4, {"replicas-part"}), verdict
+    assert "first.bias, first.weight, are replicas on ranks 0, 1, and differ" in verdict.findings[0].text, verdict
 
 
 def test_equal_gradients_of_all_ranks_show_no_reduction(recordings: Path) -> None:

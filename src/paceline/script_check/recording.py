@@ -20,6 +20,7 @@ KEEP_VARIABLE = "PACELINE_SCRIPT_KEEP_BATCHES"
 FEED_VARIABLE = "PACELINE_SCRIPT_FEED"
 """The folder of a recording whose batches the script gets in place of its own."""
 BATCH_FOLDER = "batches"
+START_FOLDER = "start"
 _ORIGIN_FILE = "script.json"
 
 
@@ -46,6 +47,28 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
     faint_share: float = 0.0
 
 
+class PiecePrint(msgspec.Struct, frozen=True, array_like=True):
+    """What this process has of a parameter that a rank of another recording holds whole or in part.
+
+    `own_name` is this process's parameter, and `num_padding` the number of elements that it lacks. `gradient` and
+    `weight` are those of its elements, in the order of the rank's.
+    """
+
+    rank: int
+    name: str
+    own_name: str
+    num_padding: int
+    gradient: TensorPrint | None
+    weight: TensorPrint
+
+
+class UnknownPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter of a rank of another recording whose start values this process has nowhere."""
+
+    rank: int
+    name: str
+
+
 class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     """A forward pass of the outermost module: one in training mode, or one in eval mode that has a backward pass.
 
@@ -70,6 +93,8 @@ class ForwardCall(msgspec.Struct, frozen=True, kw_only=True):
     random_state: int = 0
     is_training: bool = True
     inactive: tuple[str, ...] = ()
+    row_shape: tuple[int, ...] = ()
+    """The shape of one sample in the first input that has one."""
 
 
 class LoaderUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +164,11 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     loaders: tuple[LoaderUse, ...] = ()
     loss_scales: tuple[float, ...] = ()
     """The scale of each `GradScaler` at the step."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    """The shapes of the weights on this rank, before the first step."""
+    pieces: tuple[PiecePrint, ...] = ()
+    """The parameters of the ranks whose batches this process gets, if they hold the model in pieces."""
+    unknown_pieces: tuple[UnknownPiece, ...] = ()
     made_before: int = 0
     """The steps that the state of the optimizer had before the first recorded one."""
     unreadable: tuple[str, ...] = ()

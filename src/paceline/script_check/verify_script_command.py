@@ -8,13 +8,20 @@ import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from msgspec import structs
 
 from paceline.commands.command_table import VerbOutput
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, UsageError
-from paceline.script_check.comparison.script_comparison import NOT_COMPARABLE, ScriptComparison, compare_scripts
+from paceline.script_check.comparison.script_comparison import (
+    NOT_COMPARABLE,
+    SAME,
+    ScriptComparison,
+    compare_scripts,
+)
 from paceline.script_check.record_command import recorder_fault
 from paceline.script_check.recorded_script import record_script, refuse_options
 from paceline.script_check.recording import ScriptRecording, has_batches
@@ -74,14 +81,35 @@ def _verify(
     origin = ScriptRecording(command=many, steps=options.steps, seed=options.seed, has_batches=True)
     print_line(f"many: {shlex.join(many)}", sys.stderr)
     reason = _record(origin, folder / "many", options.wait)
-    if not reason:
-        fed = str(folder / "many") if has_batches(folder / "many") else ""
-        origin = ScriptRecording(command=one, steps=options.steps, seed=options.seed, fed=fed)
-        print_line(f"one: {shlex.join(one)}", sys.stderr)
-        reason = _record(origin, folder / "one", options.wait)
     if reason:
-        return ScriptComparison(exit_code=int(ExitCode.NOT_JUDGED), verdict=NOT_COMPARABLE, cause=reason)
-    return compare_scripts(folder / "one", folder / "many")
+        return _not_compared(reason)
+    fed = str(folder / "many") if has_batches(folder / "many") else ""
+    origin = ScriptRecording(command=one, steps=options.steps, seed=options.seed, fed=fed)
+    print_line(f"one: {shlex.join(one)}", sys.stderr)
+    reason = _record(origin, folder / "one", options.wait)
+    if reason and fed:
+        return _compare_unfed(origin, reason, options, folder)
+    return _not_compared(reason) if reason else compare_scripts(folder / "one", folder / "many")
+
+
+def _compare_unfed(
+    origin: ScriptRecording, reason: str, options: VerifyScriptOptions, folder: Path
+) -> ScriptComparison:
+    """Record the one process with its own batches, because it fails with those of the ranks, and compare it."""
+    (folder / "one").rename(folder / "one-fed")
+    print_line("one: it fails with the batches of many, so it is recorded with its own", sys.stderr)
+    if _record(structs.replace(origin, fed=""), folder / "one", options.wait):
+        return _not_compared(reason)
+    note = "one was recorded with its own batches, because it fails with those of many"
+    comparison = compare_scripts(folder / "one", folder / "many")
+    if comparison.verdict != SAME:
+        why = f"one fails when it gets the batches of many, and not with its own: {reason}"
+        return replace(_not_compared(why), hint="the same shapes of batches in both commands", notes=(note,))
+    return replace(comparison, notes=(note, *comparison.notes))
+
+
+def _not_compared(reason: str) -> ScriptComparison:
+    return ScriptComparison(exit_code=int(ExitCode.NOT_JUDGED), verdict=NOT_COMPARABLE, cause=reason)
 
 
 def _record(origin: ScriptRecording, folder: Path, wait: float) -> str:

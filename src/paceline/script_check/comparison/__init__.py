@@ -7,6 +7,8 @@ Start with `script_comparison.py`.
 - `continuation.py`: A run that continues another one from a checkpoint: its steps are compared with those after the
   checkpoint.
 - `difference_cause.py`: The likely cause of a difference between the gradients of two runs that had the same samples.
+- `piece_comparison.py`: The comparison of one process with ranks that hold its model in pieces, element by element of
+  each piece.
 - `rounding_drift.py`: Runs that drift apart after several equal steps, as rounding makes them do where a ReLU switches.
 - `sample_comparison.py`: The comparison of the samples and settings of two runs, step by step.
 - `script_comparison.py`: Compare two recordings of scripts: the same training, or the first difference and its likely

@@ -1,17 +1,19 @@
 """The likely cause of a difference between the gradients of two runs that had the same samples."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.console.formatting import plural
+from paceline.console.formatting import first_names, plural
+from paceline.script_check.comparison.sample_comparison import has_sequence_pieces
 from paceline.script_check.comparison.script_records import fingerprint_of, step_eps
 from paceline.script_check.judge.reduction import find_reductions, fit_weights
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep, Vector
 from paceline.script_check.recording import TensorPrint
 from paceline.verification.fingerprints.ill_conditioned import factor_between
+from paceline.verification.rung_result import RECORDING_FLOOR
 
 _FACTOR = 1e-3  # relative, of factors that count as equal
 _NEAR = 1e-2  # relative, of a factor that has a known reason
@@ -51,7 +53,8 @@ def gradient_cause(
         or _unequal_weights(reference, other, called)
         or _unequal_by_parameter(reference, other, called)
         or _known_noise(first, second)
-        or _unknown(called)
+        or _reached(reference, other, called)
+        or (_other_forward((), called) if has_sequence_pieces(first, second) else _unknown(called))
     )
 
 
@@ -152,19 +155,30 @@ def _unequal_by_parameter(reference: _Gradients, other: _Gradients, called: tupl
     A model with several losses does so, each of which is a mean over its own count.
     """
     found: dict[str, list[tuple[float, str, str]]] = {}
+    num_equal = 0
     for word, columns_of in (("ranks", other.step.own), ("backward passes", other.step.passes)):
         for name in (name for name, own in other.own_names.items() if own in other.step.judged_names):
             columns = columns_of(other.own_names[name])
             if name in reference.prints and columns.shape[1] in range(2, _MAX_COLUMNS // 2 + 1):
                 weights, rest = _fit(reference, {name: columns})
                 mean = float(np.mean(weights))
-                if rest < _NEAR and np.max(np.abs(weights - mean)) > _NEAR * abs(mean):
+                is_equal = bool(np.max(np.abs(weights - mean)) <= _NEAR * abs(mean))
+                num_equal += rest < _NEAR and is_equal
+                if rest < _NEAR and not is_equal:
                     shares = ", ".join(f"{value:.3g}" for value in weights / weights.sum())
                     found.setdefault(word, []).append((rest, f"({shares})", name))
     word = max(found, key=lambda each: len(found[each]), default="")
     shown: dict[str, str] = {}
     for _, shares, name in sorted(found.get(word, [])):  # the best fits are of parameters that only one loss has
         shown.setdefault(shares, name)
+    if len(shown) == 1 and not num_equal:
+        shares, name = next(iter(shown.items()))
+        return Cause(
+            text=f"the {word} of {called[1]} count as {shares} for {name} in {called[0]}, and equally in {called[1]}: a"
+            " mean of means, each divided by its own count of tokens or samples; the gradients of the others also come"
+            " from other ranks",
+            hint="divide the sum of the loss by the count of all ranks and passes",
+        )
     if len(shown) < 2:
         return None
     counts = " and ".join(f"as {shares} for {name}" for shares, name in list(shown.items())[:2])
@@ -181,14 +195,87 @@ def _fit(reference: _Gradients, columns: Mapping[str, Vector]) -> tuple[Vector, 
     return fit_weights(target, np.vstack([each / sizes[name] for name, each in columns.items()]))
 
 
+def random_cause(first: ScriptRun, second: ScriptRun, *, step: int, called: tuple[str, str]) -> Cause | None:
+    """Return a cause if the ranks of the second run draw other random numbers than the process of the first one."""
+    for one in (each for each in first.steps if each.number <= step):
+        many = next(
+            (each for each in second.steps if (each.optimizer, each.number) == (one.optimizer, one.number)), None
+        )
+        if many is None:
+            continue
+        own, of_ranks = _random_states(one, 0), [_random_states(many, rank) for rank in range(len(many.ranks))]
+        others = [rank for rank, states in enumerate(of_ranks) if states and states != own]
+        if not own and not others:
+            continue
+        if own == of_ranks[0] and others and many.samples(0) == many.samples(others[0]):
+            return Cause(
+                text=f"rank {others[0]} of {called[1]} draws other random numbers in its forward than rank 0 and"
+                f" {called[0]}, for the same samples: dropout of an activation that several ranks have must be alike",
+                hint="seed the random numbers of replicated activations alike on the ranks that share a model; or set"
+                " dropout to 0, and record both again",
+            )
+        if others or own != of_ranks[0]:
+            return _drawn()
+    return None
+
+
+def with_reached_parameters(
+    differing: Sequence[str], equal: Sequence[str], padded: Sequence[str], called: tuple[str, str]
+) -> Cause:
+    """Return a cause from the parameters whose gradients differ, and those whose gradients are equal.
+
+    `padded` are those with rows that the process of the first run lacks.
+    """
+    if equal:
+        return Cause(
+            text=f"the gradients of {first_names(differing)} differ, and those of {first_names(equal)} are equal: the"
+            " forward between the latter and the loss is the same, and the backward to the others is not, or a term of"
+            " the loss that reaches only them",
+            hint="look for a collective without its backward, as dist.all_gather has none, or with the wrong group; a"
+            " wrong recomputation; an auxiliary loss with another weight or count",
+        )
+    return _other_forward(padded, called)
+
+
+def _other_forward(padded: Sequence[str], called: tuple[str, str]) -> Cause:
+    rows = f", or {first_names(padded)} with rows of padding, which must not count in the loss" if padded else ""
+    return Cause(
+        text=f"all gradients differ, and by no common factor: the ranks of {called[1]} compute another forward or"
+        f" another loss than {called[0]}: a loss over a part of the vocabulary or by local counts, other positions or"
+        f" masks, a bias that each rank adds{rows}",
+        hint="print the loss of both commands at the first step: if it differs, the forward or the loss does",
+    )
+
+
+def _reached(reference: "_Gradients", other: "_Gradients", called: tuple[str, str]) -> Cause | None:
+    """Return a cause if only some gradients differ."""
+    eps = max(step_eps(reference.step), step_eps(other.step))
+    common = [name for name, each in reference.prints.items() if name in other.prints and each.norm]
+    distances = {
+        name: fingerprint_of(reference.prints[name], eps=eps).distance(fingerprint_of(other.prints[name], eps=eps))
+        for name in common
+    }
+    equal = [name for name, each in distances.items() if each <= max(RECORDING_FLOOR, 16 * eps)]
+    differing = [name for name in common if name not in equal]
+    return with_reached_parameters(differing, equal, (), called) if equal and differing else None
+
+
+def _random_states(step: ScriptStep, rank: int) -> list[int]:
+    return [call.random_state for call in step.ranks[rank].calls if call.random_state]
+
+
+def _drawn() -> Cause:
+    return Cause(
+        text="the model draws random numbers in its forward, as dropout does, and each process draws other ones",
+        hint="set dropout to 0 by the script's own options, and record both again",
+        is_random=True,
+    )
+
+
 def _known_noise(first: ScriptRun, second: ScriptRun) -> Cause | None:
     lines = [rank for run in (first, second) for step in run.steps for rank in step.ranks]
     if any(call.random_state for rank in lines for call in rank.calls):
-        return Cause(
-            text="the model draws random numbers in its forward, as dropout does, and each process draws other ones",
-            hint="set dropout to 0 by the script's own options, and record both again",
-            is_random=True,
-        )
+        return _drawn()
     norms = sorted({name for rank in lines for name in rank.batch_norms})
     if norms:
         return Cause(

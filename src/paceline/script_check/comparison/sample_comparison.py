@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from paceline.console.formatting import plural
+from paceline.script_check.judge.rank_peers import RankPeers
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
 
 _EQUAL = 1e-9  # relative, of learning rates and other options
@@ -20,10 +22,13 @@ class RunDifference:
     is_unequal_count: bool = False
 
 
-def samples_of(step: ScriptStep) -> Counter[int]:
-    """Return how often all ranks together gave each sample to a model."""
+def samples_of(step: ScriptStep, peers: RankPeers | None = None) -> Counter[int]:
+    """Return how often all ranks together gave each sample to a model.
+
+    With `peers`, what several ranks read because they share a model counts once.
+    """
     counts = Counter[int]()
-    for rank in range(len(step.ranks)):
+    for rank in range(len(step.ranks)) if peers is None else peers.counted_ranks(step):
         for (_, key), count in step.samples(rank).items():
             counts[key] += count
     return counts
@@ -34,11 +39,25 @@ def are_samples_seen(first: ScriptRun, second: ScriptRun) -> bool:
     return all(any(samples_of(step) for step in run.steps) for run in (first, second))
 
 
+def has_sequence_pieces(first: ScriptRun, second: ScriptRun) -> bool:
+    """Return whether the models of the second run get pieces of the sequences that the first one gets whole."""
+    for one, many in zip(first.steps[:1], second.steps[:1], strict=False):
+        shapes = [{call.row_shape for call in step.calls(0) if call.samples} for step in (one, many)]
+        if len(shapes[0]) == len(shapes[1]) == 1 and shapes[0] != shapes[1]:
+            whole, piece = prod(shapes[0].pop()), prod(shapes[1].pop())
+            counts = one.num_samples(0), sum(many.num_samples(rank) for rank in range(len(many.ranks)))
+            return piece > 0 and whole > piece and whole * counts[0] == piece * counts[1]
+    return False
+
+
 def sample_difference(first: ScriptRun, second: ScriptRun, names: tuple[str, str]) -> RunDifference | None:
     """Return the first step at which the runs, called `names`, had different samples; None if there is none."""
+    if has_sequence_pieces(first, second):
+        return None
     others = {(step.optimizer, step.number): step for step in second.steps}
+    peers = RankPeers(first), RankPeers(second)
     pairs = [
-        (step.number, samples_of(step), samples_of(others[step.optimizer, step.number]))
+        (step.number, samples_of(step, peers[0]), samples_of(others[step.optimizer, step.number], peers[1]))
         for step in first.steps
         if (step.optimizer, step.number) in others
     ]

@@ -8,23 +8,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.console.formatting import plural
+from paceline.console.formatting import first_names, plural
 from paceline.errors import ExitCode
 from paceline.script_check.comparison.continuation import find_continuation, lacks_optimizer_state, replayed_steps
 from paceline.script_check.comparison.difference_cause import gradient_cause
+from paceline.script_check.comparison.piece_comparison import (
+    has_pieces,
+    piece_cause,
+    piece_records,
+    unknown_pieces,
+)
 from paceline.script_check.comparison.rounding_drift import is_drift
 from paceline.script_check.comparison.sample_comparison import (
     RunDifference,
     are_samples_seen,
+    has_sequence_pieces,
     sample_difference,
     samples_of,
     setting_difference,
 )
 from paceline.script_check.comparison.script_records import comparable_records, equal_names, without_later_weights
+from paceline.script_check.judge.rank_peers import RankPeers
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, read_script_run
 from paceline.script_check.judge.verdict import judge
-from paceline.script_check.recording import ScriptRecording, read_origin
+from paceline.script_check.recording import ScriptRecording, UnknownPiece, read_origin
 from paceline.verification.fingerprints.compare_recordings import Comparison, compare_recordings
 from paceline.verification.fingerprints.fingerprint import Record
 
@@ -130,6 +138,9 @@ def _comparison(
     findings = [f"{each.name}: {_describe(finding)}" for each in (second, first) for finding in each.faults]
     is_wrong = answer.verdict == DIFFERENT or findings
     code = ExitCode.DIFFERENT if is_wrong else ExitCode.DONE if answer.verdict == SAME else ExitCode.NOT_JUDGED
+    told = samples.text if samples else "the same at each step"
+    if has_sequence_pieces(first.run, second.run):
+        told = f"the ranks of {second.name} have pieces of the sequences, which are not compared"
     return ScriptComparison(
         exit_code=int(code),
         verdict=answer.verdict,
@@ -137,7 +148,7 @@ def _comparison(
         hint=answer.hint,
         step=answer.step,
         parameter=answer.parameter,
-        samples=(samples.text if samples else "the same at each step") if are_seen else "not seen",
+        samples=told if are_seen else "not seen",
         runs=tuple(_summary(each) for each in (first, second)),
         findings=tuple(findings),
         notes=answer.notes,
@@ -162,9 +173,15 @@ def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) 
     called = (first.name, second.name)
     settings = setting_difference(first.run, second.run, called)
     names = equal_names(first.run, second.run)
-    difference, text, notes = _first_difference(
-        comparable_records(first.run, {}), comparable_records(second.run, names), is_alike=settings is None
+    if unknown := unknown_pieces(first.run):
+        return _unknown_start(first, second, unknown)
+    is_cut = has_pieces(first.run)
+    records = (
+        piece_records(first.run, second.run)
+        if is_cut
+        else (comparable_records(first.run, {}), comparable_records(second.run, names))
     )
+    difference, text, notes = _first_difference(*records, is_alike=settings is None)
     if difference is None:
         return _answer_without_difference(first, second, samples, settings, text, notes)
     step, parameter = int(difference["step"]), str(difference["parameter"])
@@ -189,7 +206,11 @@ def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) 
             step=step,
             parameter=parameter,
         )
-    cause = gradient_cause(first.run, second.run, step=step, parameter=parameter, names=names, called=called)
+    cause = (
+        piece_cause(first.run, second.run, step=step, called=called)
+        if is_cut
+        else gradient_cause(first.run, second.run, step=step, parameter=parameter, names=names, called=called)
+    )
     return _Answer(
         verdict=NOT_COMPARABLE if cause.is_random else DIFFERENT,
         cause=cause.text,
@@ -197,6 +218,18 @@ def _answer(first: _Recorded, second: _Recorded, samples: RunDifference | None) 
         step=step,
         parameter=parameter,
         notes=notes,
+    )
+
+
+def _unknown_start(first: _Recorded, second: _Recorded, unknown: Sequence[UnknownPiece]) -> _Answer:
+    """Return the answer if ranks begin with weights that the one process does not have."""
+    names = first_names([f"{each.name} of rank {each.rank}" for each in unknown])
+    return _Answer(
+        verdict=NOT_COMPARABLE,
+        cause=f"{plural(len(unknown), 'parameter')} of the ranks, as {names}, begin with values that are nowhere in the"
+        f" weights of {first.name}: the start weights of {second.name} depend on the number of ranks",
+        hint="draw each whole weight with a seed that all ranks have in common, and cut it then; or start both commands"
+        " from the same checkpoint",
     )
 
 
@@ -298,7 +331,7 @@ def _has_fed_inputs_alone(run: ScriptRun) -> bool:
 
 def _summary(recorded: _Recorded) -> str:
     run = recorded.run
-    count = sum(samples_of(run.steps[0]).values()) if run.steps else 0
+    count = sum(samples_of(run.steps[0], RankPeers(run)).values()) if run.steps else 0
     fed = f", with the batches of {Path(recorded.origin.fed).name}" if recorded.origin.fed else ""
     steps, ranks = plural(run.last_step, "step"), plural(run.world_size, "rank")
     return f"{recorded.name}: {steps} of {ranks}, {plural(count, 'sample')} in the first step{fed}"

@@ -10,6 +10,9 @@ Start with `verdict.py`.
   the ranks.
 - `loader_findings.py`: Findings about data loaders: batches that come again, from other workers, in a second epoch, or
   after a new start.
+- `model_split.py`: The way in which a script splits its model over ranks by itself, on plain tensors, as Megatron-LM
+  does.
+- `rank_peers.py`: Ranks that need the same batches, because they have parts of one model, or parts of its sequences.
 - `reduction.py`: The reduction of gradients: those of a step are weighted sums of those that the ranks computed
   themselves.
 - `reduction_findings.py`: Findings about the reduction of gradients: reduced at all, how, at which backward pass, and
@@ -19,8 +22,8 @@ Start with `verdict.py`.
   ranks.
 - `setting_findings.py`: Findings about settings: different ones on different ranks, schedulers that step more often
   than the optimizer.
-- `split_by_hand.py`: Recognition of models that a script splits over ranks by itself, on plain tensors, as Megatron-LM
-  does.
+- `split_findings.py`: Findings about a model that is split over ranks by hand: replicas that part, equal shards,
+  unequal clip factors.
 - `verdict.py`: The verdict on a recorded run: the findings with the causes first, what is sound, and what was not
   exercised.
 - `weight_findings.py`: Findings about weights and buffers: initialized, equal on all ranks, trained.

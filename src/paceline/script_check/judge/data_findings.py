@@ -6,6 +6,7 @@ from itertools import combinations
 
 from paceline.console.formatting import plural
 from paceline.script_check.judge.loader_findings import loader_findings
+from paceline.script_check.judge.rank_peers import RankPeers
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun, ScriptStep
@@ -20,6 +21,7 @@ def data_findings(run: ScriptRun, reductions: Sequence[StepReduction]) -> Iterat
     steps = [step for step in run.steps if any(step.samples(rank) for rank in range(run.world_size))]
     shared = list(_shared_samples(run, steps))
     yield from shared or _overlap(run, steps)
+    yield from _other_samples_of_peers(run, steps)
     yield from loader_findings(run, steps)
     yield from _unequal_counts(run, reductions)
 
@@ -43,6 +45,26 @@ def _shared_samples(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[Scr
             is_note=is_tensor_parallel,
         )
         return
+
+
+def _other_samples_of_peers(run: ScriptRun, steps: Sequence[ScriptStep]) -> Iterator[ScriptFinding]:
+    """Yield a finding if a rank shares no samples with any rank that has other parts of the same DTensors."""
+    peers = RankPeers(run)
+    ranks = range(run.world_size) if run.sharding == "tensor" else range(0)
+    for step in steps:
+        for rank in ranks:
+            others = [other for other in ranks if other != rank and peers.share_model(rank, other)]
+            if others and step.samples(rank) and all(_shared_share(step, rank, other) < _SHARED for other in others):
+                yield ScriptFinding(
+                    name="peers-read-otherwise",
+                    text=f"ranks {rank} and {others[0]} have parts of the same weights, as in tensor parallelism, and"
+                    " read different samples: each computes its part of other activations",
+                    step=step.number,
+                    line=step.line("forward"),
+                    hint="give all ranks of a tensor parallel group the same batches: a sampler and its seed by the"
+                    " data parallel rank",
+                )
+                return
 
 
 def _who(run: ScriptRun, steps: Sequence[ScriptStep], first: int, second: int) -> str:

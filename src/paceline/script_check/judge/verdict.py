@@ -10,6 +10,8 @@ from paceline.script_check.judge.coverage import not_exercised
 from paceline.script_check.judge.data_findings import data_findings
 from paceline.script_check.judge.finding_causes import with_known_causes
 from paceline.script_check.judge.forward_findings import forward_findings
+from paceline.script_check.judge.loader_findings import loader_findings
+from paceline.script_check.judge.model_split import ModelSplit, find_split
 from paceline.script_check.judge.reduction import StepReduction
 from paceline.script_check.judge.reduction_findings import (
     all_reductions,
@@ -22,7 +24,13 @@ from paceline.script_check.judge.reduction_findings import (
 from paceline.script_check.judge.script_finding import ScriptFinding
 from paceline.script_check.judge.script_run import ScriptRun
 from paceline.script_check.judge.setting_findings import setting_findings
-from paceline.script_check.judge.split_by_hand import REASON, is_split_by_hand
+from paceline.script_check.judge.split_findings import (
+    NO_PIECES,
+    NOT_CLEAR,
+    NOT_EXERCISED,
+    has_parted,
+    split_findings,
+)
 from paceline.script_check.judge.weight_findings import averaged_steps, weight_findings
 
 _CONSEQUENCES = ("weights-differ", "buffers-differ")
@@ -31,6 +39,15 @@ _FOLLOWERS = {
     "optimizer-without-gradients": ("weights-differ", "same-samples"),
     "not-initialized": ("not-finite", "gradients-zero"),
     "not-finite": ("reduction-unexplained",),
+    "peers-read-otherwise": (
+        "gradients-own",
+        "weights-differ",
+        "common-samples",
+        "parameter-reduced-otherwise",
+        "reduction-unexplained",
+        "gradients-unequal",
+        "gradients-scaled-otherwise",
+    ),
 }
 """Findings that say nothing beside another one: the weights of an optimizer that trains nothing, and the like."""
 
@@ -51,6 +68,9 @@ class Verdict:
 
 def judge(run: ScriptRun) -> Verdict:
     """Return the verdict on a run that has at least one step on all ranks."""
+    split = find_split(run)
+    if split is not None:
+        return _judge_split(run, split)
     reductions = all_reductions(run)
     found = list(
         chain(
@@ -61,9 +81,6 @@ def judge(run: ScriptRun) -> Verdict:
             setting_findings(run),
         )
     )
-    has_same_samples = any(finding.name == "same-samples" and not finding.is_note for finding in found)
-    if is_split_by_hand(run, has_same_samples=has_same_samples):
-        return _not_judged(run, REASON)
     found = _with_averages(found, averaged_steps(run))
     findings = _without_consequences(with_known_causes(found, run))
     faults = [finding for finding in findings if not finding.is_note]
@@ -80,15 +97,36 @@ def judge(run: ScriptRun) -> Verdict:
     )
 
 
-def _not_judged(run: ScriptRun, reason: str) -> Verdict:
-    """Return the verdict on a run about which nothing can be said."""
+def _judge_split(run: ScriptRun, split: ModelSplit) -> Verdict:
+    """Return the verdict on a model that the script splits over the ranks: only replicas are reduced and alike."""
+    found = list(
+        chain(
+            split_findings(run, split),
+            loader_findings(run, run.steps),
+            (each for each in weight_findings(run) if each.name not in _CONSEQUENCES),
+            setting_findings(run),
+        )
+    )
+    findings = _without_consequences(found)
+    faults = [finding for finding in findings if not finding.is_note]
+    has_replicas = any(len(ranks) > 1 for groups in split.replicas.values() for ranks in groups)
+    reason = ""
+    if not faults:
+        faulty = next((recording.fault for recording in run.ranks if recording.fault), "")
+        reason = f"the recorder failed: {faulty}" if faulty else ""
+        reason = reason or (NO_PIECES if split.by_gradients else "" if split.is_clear else NOT_CLEAR)
+    is_told = split.is_clear and not split.by_gradients
+    sound = [split.description] if is_told else []
+    if is_told and has_replicas and not has_parted(run, split):
+        sound.append("the replicas of each parameter stay equal")
+    code = ExitCode.DIFFERENT if faults else ExitCode.NOT_JUDGED if reason else ExitCode.DONE
     return Verdict(
-        exit_code=int(ExitCode.NOT_JUDGED),
+        exit_code=int(code),
         ranks=run.world_size,
         steps=run.last_step,
-        findings=[],
-        sound=[],
-        not_exercised=[],
+        findings=sorted(findings, key=lambda finding: (finding.is_note, finding.step)),
+        sound=sound,
+        not_exercised=[NOT_EXERCISED] if is_told else [],
         reason=reason,
     )
 
@@ -168,6 +206,11 @@ def _sound(run: ScriptRun, reductions: Sequence[StepReduction], found: set[str])
     if run.world_size > 1 and not {"weights-differ", "gradients-own"} & found:
         which = "each one" if all(step.has_prints for step in run.steps) else "each one that is recorded"
         lines.append(f"all ranks have equal weights, before the first step and after {which}")
-    if run.world_size > 1 and "same-samples" not in found and run.steps and run.steps[0].samples(0):
+    if (
+        run.world_size > 1
+        and not {"same-samples", "peers-read-otherwise"} & found
+        and run.steps
+        and run.steps[0].samples(0)
+    ):
         lines.append("at the same step, the ranks read different samples")
     return lines

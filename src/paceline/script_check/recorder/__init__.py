@@ -16,6 +16,8 @@ Start with `script_recorder.py`.
   which epoch.
 - `loader_watch.py`: The batches of the script's data loaders: each is seen, and may be replaced, before the script gets
   it.
+- `model_pieces.py`: Pieces of a model: the elements of this process's parameters that each rank of another recording
+  holds.
 - `own_gradients.py`: The gradients that a rank computes itself, before any reduction: hooks on the parameters see them
   in the backward.
 - `parameter_views.py`: The parameters of a model as an optimizer has them: whole, a part of a flat tensor, or a copy in

@@ -1,10 +1,11 @@
 """The batches of a recorded run: a file for each batch of a data loader, and for each batch that a model got.
 
 A file has the tensors of the batch that have a row for each sample, with their places in the batch. The tensors keep
-their types and bits.
+their types and bits. The weights of each rank before the first step are kept too: by their values, another run finds
+them in its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.script_check.recording import BATCH_FOLDER
+from paceline.script_check.recording import BATCH_FOLDER, START_FOLDER
 from paceline.torch_internals.pytree import map_leaves
 
 _IGNORED_LABEL = -100  # of torch's cross entropy
+_MAX_ELEMENTS = 1 << 27  # of a rank's weights that are written
 IsData = Callable[[Tensor], bool]
 
 
@@ -39,13 +41,13 @@ def write_batch(folder: Path, rank: int, key: str, batch: Any, *, is_data: IsDat
         save_file({path: tensor.detach().cpu().contiguous().clone() for path, tensor in rows.items()}, file)
 
 
-def read_batches(folder: Path, key: str) -> list[dict[str, Tensor]]:
-    """Return the batches of this name that the ranks had, in the order of the ranks."""
+def read_batches(folder: Path, key: str) -> dict[int, dict[str, Tensor]]:
+    """Return the batches of this name by the ranks that had them, in the order of the ranks."""
     files = sorted(
         (folder / BATCH_FOLDER).glob(f"rank-*/{key}.safetensors"), key=lambda file: int(file.parent.name[5:])
     )
     try:
-        return [load_file(file) for file in files]
+        return {int(file.parent.name[5:]): load_file(file) for file in files}
     except SafetensorError as error:
         raise ValueError(f"a batch {key} of {folder} can't be read: {error}") from None
 
@@ -108,3 +110,26 @@ def _pad(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:
 
 def _is_tensor(_: str, value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def write_start_weights(folder: Path, rank: int, optimizer: int, weights: Mapping[str, Any]) -> None:
+    """Write the weights of an optimizer of a rank; nothing if they are large, or parts of DTensors."""
+    plain = {name: each.detach() for name, each in weights.items() if not hasattr(each, "placements")}
+    if not plain or len(plain) < len(weights) or sum(each.numel() for each in plain.values()) > _MAX_ELEMENTS:
+        return
+    file = folder / START_FOLDER / f"rank-{rank}-{optimizer}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: each.cpu().contiguous().clone() for name, each in plain.items()}, file)
+
+
+def read_start_weights(folder: Path, optimizer: int) -> dict[int, dict[str, Tensor]]:
+    """Return the weights of an optimizer by rank.
+
+    Raises:
+        ValueError: a file can't be read.
+    """
+    files = (folder / START_FOLDER).glob(f"rank-*-{optimizer}.safetensors")
+    try:
+        return {int(file.stem.split("-")[1]): load_file(file) for file in sorted(files)}
+    except SafetensorError as error:
+        raise ValueError(f"the start weights of {folder} can't be read: {error}") from None

@@ -1,8 +1,9 @@
 """Batches of another recording in place of the script's own: one process trains on what several ranks trained on.
 
 The batches of all ranks are joined: first the first one of each rank, then the second ones. The script's own batch
-says how many samples come next, so a training with larger batches gets several of them at a time. A process that is fed
-is a reference, which is changed on purpose.
+says how many samples come next, so a training with larger batches gets several of them at a time. A batch that several
+ranks read, because they have parts of one model or of its sequences, counts once. A process that is fed is a reference,
+which is changed on purpose.
 """
 
 from collections.abc import Callable, Set
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.script_check.judge.rank_peers import read_peers
 from paceline.script_check.recorder.batch_files import (
     IsData,
     batch_rows,
@@ -29,9 +31,10 @@ Rows = dict[str, Tensor]
 class _BatchQueue:
     """The batches of all ranks under names that are counted, in the order in which they are given out."""
 
-    def __init__(self, folder: Path, key: Callable[[int], str]) -> None:
+    def __init__(self, folder: Path, key: Callable[[int], str], are_peers: Callable[[int, int], bool]) -> None:
         self._folder = folder
         self._key = key
+        self._are_peers = are_peers
         self._number = 0
         self._waiting: list[Rows] = []
 
@@ -43,12 +46,25 @@ class _BatchQueue:
         taken: list[Rows] = []
         while sum(len(next(iter(rows.values()))) for rows in taken) < num_rows:
             if not self._waiting:
-                self._waiting = read_batches(self._folder, self._key(self._number))
+                self._waiting = self._distinct(read_batches(self._folder, self._key(self._number)))
                 self._number += 1
             if not self._waiting:
                 break
             taken.append(self._waiting.pop(0))
         return {path: rows[:num_rows] for path, rows in join_rows(taken).items()} if taken else None
+
+    def has_pieces(self, own: Rows) -> bool:
+        """Return whether the ranks have pieces of the sequences of the next batch, of which this process has all."""
+        parts = self._waiting or self._distinct(read_batches(self._folder, self._key(self._number)))
+        return len(parts) > 1 and any(_are_pieces([part[path] for part in parts], own[path]) for path in own)
+
+    def _distinct(self, batches: dict[int, Rows]) -> list[Rows]:
+        """Return the batches of the ranks; of peers that have the same one, the first."""
+        kept: dict[int, Rows] = {}
+        for rank, rows in batches.items():
+            if not any(self._are_peers(other, rank) and _are_equal(rows, each) for other, each in kept.items()):
+                kept[rank] = rows
+        return list(kept.values())
 
 
 class FedBatches:
@@ -56,6 +72,7 @@ class FedBatches:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._peers = read_peers(folder)
         self._loaders: dict[int, _BatchQueue] = {}
         self._forwards: dict[tuple[str, int], _BatchQueue] = {}
 
@@ -64,7 +81,7 @@ class FedBatches:
         own = batch_rows(batch, is_data=is_data)
         if not own:
             return batch
-        queue = self._loaders.setdefault(loader, _BatchQueue(self._folder, lambda number: loader_key(loader, number)))
+        queue = self._loaders.setdefault(loader, self._queue(lambda number: loader_key(loader, number)))
         rows = queue.take(_num_rows(own))
         return batch if rows is None else replace_rows(batch, _checked(rows, own))
 
@@ -80,15 +97,18 @@ class FedBatches:
         own = batch_rows(arguments, is_data=is_data)
         if not own:
             return None
-        queue = self._forwards.setdefault(
-            (module, step), _BatchQueue(self._folder, lambda number: forward_key(module, step, number))
-        )
+        queue = self._forwards.setdefault((module, step), self._queue(lambda number: forward_key(module, step, number)))
+        if queue.has_pieces(own):
+            return None
         rows = queue.take(_num_rows(own))
         if rows is None or _num_rows(rows) < _num_rows(own):
             return None
         fed = replace_rows(arguments, _checked(rows, own))
         keys = [sample_keys(*each, own_outputs=own_outputs) or [] for each in (arguments, fed)]
         return None if sorted(keys[0]) == sorted(keys[1]) else fed
+
+    def _queue(self, key: Callable[[int], str]) -> _BatchQueue:
+        return _BatchQueue(self._folder, key, self._peers.share_batches)
 
 
 def feed_models(feed: Callable[[nn.Module, Any, Any], Any]) -> None:
@@ -104,6 +124,19 @@ def feed_models(feed: Callable[[nn.Module, Any, Any], Any]) -> None:
         return call(module, *args, **kwargs)
 
     nn.Module.__call__ = fed_call  # type: ignore[method-assign]
+
+
+def _are_equal(one: Rows, other: Rows) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[path], other[path]) for path in one)
+
+
+def _are_pieces(parts: list[Tensor], own: Tensor) -> bool:
+    """Return whether a tensor has as many elements as all parts, each of which is shorter in a dimension of a row."""
+    shape = parts[0].shape
+    if any(part.shape != shape for part in parts) or own.dim() != len(shape) or own.dim() < 2:
+        return False
+    longer = [whole / part for whole, part in zip(own.shape[1:], shape[1:], strict=True) if whole != part]
+    return len(longer) == 1 and longer[0] > 1 and own.numel() == sum(part.numel() for part in parts)
 
 
 def _num_rows(rows: Rows) -> int:

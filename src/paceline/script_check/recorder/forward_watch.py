@@ -22,6 +22,7 @@ from paceline.script_check.recorder.sample_keys import (
     count_targets,
     has_loss_count,
     output_key,
+    row_shape,
     sample_keys,
 )
 from paceline.script_check.recorder.source_lines import calling_line
@@ -123,6 +124,7 @@ class ForwardWatch:
             random_state=0 if call.rng_state == _rng_state() else _digest(call.rng_state),
             is_training=call.is_training,
             inactive=inactive_modules(module),
+            row_shape=row_shape(args, kwargs, own_outputs=self.own_outputs) if keys else (),
         )
         if not call.is_training:
             self._add_if_differentiated(finished, outputs)

@@ -34,6 +34,12 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: Set[OutputKey]) -> list[
     return [int(key) for key in keys.tolist()]
 
 
+def row_shape(args: Any, kwargs: Any, *, own_outputs: Set[OutputKey]) -> tuple[int, ...]:
+    """Return the shape of one sample in the first tensor of a batch."""
+    batch = [each for each in tensor_leaves((args, kwargs)) if each.dim() and is_data(each, own_outputs=own_outputs)]
+    return tuple(batch[0].shape[1:]) if batch else ()
+
+
 def is_data(tensor: Tensor, *, own_outputs: Set[OutputKey]) -> bool:
     """Return whether a tensor comes from the data: it needs no gradient, and is not one of `own_outputs`."""
     return not tensor.requires_grad and output_key(tensor) not in own_outputs

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.script_check.recorder.batch_exchange import BatchExchange
+from paceline.script_check.recorder.batch_files import read_start_weights, write_start_weights
 from paceline.script_check.recorder.compute_precision import ComputePrecision
 from paceline.script_check.recorder.forward_watch import ForwardWatch
 from paceline.script_check.recorder.live_modules import (
@@ -29,6 +30,7 @@ from paceline.script_check.recorder.live_modules import (
     unwrap,
 )
 from paceline.script_check.recorder.loader_passes import LoaderPasses
+from paceline.script_check.recorder.model_pieces import PiecePrinter
 from paceline.script_check.recorder.own_gradients import OwnGradients
 from paceline.script_check.recorder.parameter_views import ParameterView, view_parameters
 from paceline.script_check.recorder.source_lines import calling_line, user_frame, variable_name
@@ -74,6 +76,7 @@ class _OptimizerRecord:
         self.made_before = _steps_in_state(optimizer)
         self.name = variable_name(user_frame(), optimizer)
         self._trained = trained
+        self.pieces: PiecePrinter | None = None
         self._look_up()
 
     def views(self) -> list[ParameterView]:
@@ -81,6 +84,12 @@ class _OptimizerRecord:
         if {id(p) for p in self._parameters()} != self._known:
             self._look_up()
         return self._views
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters by name; none if this rank has only parts of them."""
+        views = self.views()
+        is_whole = all(view.is_whole and view.span is None for view in views)
+        return {view.name: view.owner for view in views} if is_whole else {}
 
     @property
     def sharding(self) -> str:
@@ -128,6 +137,8 @@ class ScriptRecorder:
         self._last_step = last_step
         self._checker = checker
         self._every = every
+        self._keeps_batches = keeps_batches
+        self._feed_from = feed_from
         self._file: int | None = None
         self._rank, self._world_size = 0, 1
         self._is_off = False
@@ -231,7 +242,7 @@ class ScriptRecorder:
         if id(optimizer) not in self._optimizers:
             number, trained = len(self._optimizers), self._own_gradients.seen_parameters()
             self._optimizers[id(optimizer)] = _OptimizerRecord(optimizer, number, trained=trained)
-            self._write_step(self._optimizers[id(optimizer)])
+            self._begin_optimizer(self._optimizers[id(optimizer)])
         self._loss_scales = tuple(float(each.get_scale()) for each in self._optimizers[id(optimizer)].scalers)
         self._look_at_weights(self._optimizers[id(optimizer)])
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
@@ -245,6 +256,15 @@ class ScriptRecorder:
             return result
 
         return args[:1], {**kwargs, "closure": run_closure}
+
+    def _begin_optimizer(self, known: _OptimizerRecord) -> None:
+        """Write the start of an optimizer, and look for the pieces of the model that other ranks have."""
+        weights = known.weights()
+        if weights and self._feed_from is not None:
+            known.pieces = PiecePrinter(weights, read_start_weights(self._feed_from, known.number))
+        self._write_step(known)
+        if weights and self._keeps_batches:
+            write_start_weights(self._folder, self._rank, known.number, weights)
 
     def _has_prints(self, step: int) -> bool:
         """Return whether gradients and weights are summarized at this step of an optimizer."""
@@ -285,6 +305,8 @@ class ScriptRecorder:
         scale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         eps = max(FLOAT32_EPS, self._precision.eps)
         self._gradients = self._summaries(known.views(), lambda view: view.owner.grad, scale=scale, eps=eps)
+        if known.pieces is not None:
+            known.pieces.read_gradients(known.weights(), scale=scale, eps=eps)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth -= 1
@@ -334,6 +356,9 @@ class ScriptRecorder:
                 },
                 loaders=self._loaders.take() if known.step else (),
                 loss_scales=self._loss_scales if known.step else (),
+                shapes={} if known.step else {name: tuple(each.shape) for name, each in known.weights().items()},
+                pieces=known.pieces.take(known.weights()) if known.pieces is not None and has_prints else (),
+                unknown_pieces=known.pieces.unknown if known.pieces is not None and not known.step else (),
                 made_before=known.made_before,
                 unreadable=(*self._unreadable.values(), *sorted(own.unreadable)),
                 framework=known.modules.framework if has_prints else "",
