@@ -114,6 +114,9 @@ EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
 _BOTH = "sequence={'0': 1, '1': 1}"
 LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "heads that do not divide": ("job_of(lambda: Tiny(heads=3))", "tp", (), "3 heads are not divisible by tp=2"),
+    "heads that tensor shards do not divide": (
+        "job_of()", "tp", ("--train.exact", "--train.tensor_shards=8"),
+        "4 heads are not divisible by train.tensor_shards=8"),
     "tp on a CNN": ("job_of(Images)", "tp", (), "0 linear layers and 2 convolutions"),
     "tensor plan no TOML": ("job_of()", "tp", ("--place.tensor_plan=broken.toml",), "the tensor plan is not TOML"),
     "tensor plan unknown role": ("job_of()", "tp", ("--place.tensor_plan=role.toml",), "where: role.toml:3"),

@@ -18,7 +18,7 @@ from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.launcher_variables import detect_world
-from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.layout.mesh import Mesh, resolve_mesh
 from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_checkpoint, read_task
 
@@ -90,9 +90,7 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
     problems += refuse_schedule(layout, mesh)
     raise_all(problems)
-    has_shards = "train.sequence_shards" in task.settings and int(task.settings["train.sequence_shards"]) % mesh.cp == 0
-    is_exact = mesh.tp * mesh.ep == 1 and (mesh.cp == 1 or has_shards)
-    unused_settings = set() if is_exact else {"train.exact", "train.sequence_shards"}
+    unused_settings = _unused_exact_settings(task, mesh, keeps_layout=layout_text == task.layout)
     unused_settings |= {"train.compile"} if mesh.tp > 1 else set()
     unused_settings |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
     settings = {
@@ -101,6 +99,20 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
         if name not in unused_settings and not (name.startswith("place.") and layout_text != task.layout)
     }
     return replace(task, layout=layout_text, ranks=ranks, settings=settings)
+
+
+def _unused_exact_settings(task: Task, mesh: Mesh, *, keeps_layout: bool) -> set[str]:
+    """Return the settings of exact mode that this layout does not support.
+
+    In another layout, the model is not split into tensor shards, because that layout does not use the `place` settings,
+    which may contain the plan of the split.
+    """
+    shards = {name: int(task.settings.get(f"train.{name}", 0)) for name in ("tensor_shards", "sequence_shards")}
+    has_tensor_shards = keeps_layout and shards["tensor_shards"] > 0
+    has_sequence_shards = shards["sequence_shards"] > 0 and shards["sequence_shards"] % mesh.cp == 0
+    if mesh.ep > 1 or (mesh.tp > 1 and not has_tensor_shards) or (mesh.cp > 1 and not has_sequence_shards):
+        return {"train.exact", "train.tensor_shards", "train.sequence_shards"}
+    return set() if has_tensor_shards else {"train.tensor_shards"}
 
 
 def run_verb(options: EvaluateOptions, _: list[str]) -> VerbOutput:

@@ -1,6 +1,7 @@
 """Transform a full model into this rank's part of it: apply the entries of `PARALLELISMS`, in that order."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +32,7 @@ from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.user_hooks import find_hooked_parameters, refuse_lost_hooks
 from paceline.parallel.pipeline.pipeline_model import PipelineModel, build_pipeline_model
 from paceline.parallel.placement import Parallelism, ParallelizedModel, Placement, PlacementRequest
+from paceline.parallel.tensor_parallel.logical.logical_group import explain_logical_shards
 from paceline.parallel.tensor_parallel.tensor_parallel import split_model
 from paceline.parallel.tensor_parallel.tensor_plan import name_pattern
 from paceline.parallel.trace_example_forward import choose_tensor_plan, make_block_timer
@@ -80,9 +82,11 @@ class TensorPlanning:
         if mesh.ep > 1:
             experts = (name_pattern(block.name) for block in find_experts(placement.model))
             settings = replace(settings, replicate=(*settings.replicate, *experts))
-        placement.tensor_plan = choose_tensor_plan(
-            placement.model, settings, request.tensor_shards or mesh.tp, request.example_run, request.deferred_model
-        )
+        num_shards = request.tensor_shards or mesh.tp
+        with nullcontext() if request.tensor_shards is None else explain_logical_shards(num_shards):
+            placement.tensor_plan = choose_tensor_plan(
+                placement.model, settings, num_shards, request.example_run, request.deferred_model
+            )
 
 
 class PipelineStages:

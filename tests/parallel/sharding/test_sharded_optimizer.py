@@ -16,7 +16,7 @@ from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.row_shards import RowShard, make_row_shards, make_row_splits
 from paceline.parallel.sharding.shardability_check import merge_equal_groups
 from paceline.parallel.sharding.unit_guard import guard_sharded_forward
-from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
+from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.matrix_page import patterns, stands
 
@@ -404,6 +404,19 @@ def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
     with pytest.raises(LayoutError, match="Trust needs whole vectors, and tp leaves pieces of weight"):
         rules.refuse_slices({"weight"}, layout="tp")
     rules.refuse_slices(set(), layout="tp")
+
+
+def test_exact_mode_refuses_rules_whose_bits_differ_on_pieces() -> None:
+    def rules(fused: bool) -> ShardedOptimizerFactory:
+        model = nn.Linear(6, 6)
+        return try_optimizer_factory(
+            lambda named: torch.optim.AdamW([p for _, p in named], fused=fused), trainable_parameters(model)
+        )
+
+    rules(False).refuse_slices({"weight"}, layout="tp", exact=True)
+    rules(True).refuse_slices({"weight"}, layout="tp")
+    with pytest.raises(LayoutError, match="AdamW needs whole matrices"):
+        rules(True).refuse_slices({"weight"}, layout="tp", exact=True)
 
 
 def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:

@@ -86,10 +86,10 @@ class ShardedOptimizerFactory:
         for optimizer in self.optimizers:
             refuse_optimizer_combining_parameters(optimizer)
 
-    def refuse_slices(self, split_names: Collection[str], *, layout: str) -> None:
+    def refuse_slices(self, split_names: Collection[str], *, layout: str, exact: bool = False) -> None:
         """Refuse update rules that are wrong on slices of the parameters in `split_names`.
 
-        The rules are tried on slices along the first and along the last dimension.
+        The rules are tried on slices along the first and along the last dimension. With `exact`, bits must be equal.
 
         Raises:
             LayoutError: a rule is not correct on slices; the message names it.
@@ -99,7 +99,7 @@ class ShardedOptimizerFactory:
             for group in merge_equal_groups(optimizer):
                 split_parameters = [p for p in group["params"] if names[id(p)] in split_names and p.dim()]
                 if any(
-                    shardability_error(optimizer, {**group, "params": split_parameters}, exact=False, dim=dim)
+                    shardability_error(optimizer, {**group, "params": split_parameters}, exact=exact, dim=dim)
                     for dim in (0, -1)
                 ):
                     first = max(split_parameters, key=Tensor.dim)
@@ -107,8 +107,10 @@ class ShardedOptimizerFactory:
                     raise LayoutError(
                         f"{type(optimizer).__name__} needs whole {kind}, and {layout} leaves pieces of "
                         f"{names[id(first)]}.",
-                        cause="its step on a piece differs from its step on the whole",
-                        hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
+                        cause=f"its step on a piece {'has other bits than' if exact else 'differs from'} its step on "
+                        "the whole",
+                        hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW"
+                        f"{' without fused=True' if exact else ''}",
                     )
 
     def make_optimizers(self, row_shards: Sequence[NamedParameter]) -> list[Optimizer]:

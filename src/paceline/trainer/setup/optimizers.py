@@ -63,7 +63,8 @@ def make_update(
 ) -> tuple[OptimizerUpdate, Options]:
     """Return the optimizer update, and the optimizers' options before an LR scheduler overwrites them."""
     if optimizer_factory is not None:
-        optimizer_factory.refuse_slices(_partially_held_parameters(parallelized_model), layout=plan.layout)
+        split_names = _partially_held_parameters(parallelized_model)
+        optimizer_factory.refuse_slices(split_names, layout=plan.layout, exact=settings.train.exact)
     optimizers = (
         create_optimizers(job, model)
         if optimizer_factory is None

@@ -5,7 +5,8 @@ added, then neighbouring sums, and so on. Each process adds the terms of its own
 their sums pairwise. So the tree is the same for any number of processes that divides the number of logical ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from paceline.comm.process_group import World
+from paceline.errors import LayoutError, PacelineError, Problems
 from paceline.parallel.tensor_parallel.logical.logical_shards import LogicalShards
 from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
 from paceline.parallel.tensor_parallel.sharding import DimSharding, concat_shards, slice_shard
 
-_TAG = 7  # of the messages in which two ranks exchange their sums
+_TAGS = (7, 8)  # two sums in turn: a rank may send the next sum before its partner has received the previous one
 
 
 class LogicalGroup:
@@ -33,6 +35,7 @@ class LogicalGroup:
         self.ranks_per_process = size // world.world_size
         self.local_ranks = range(world.rank * self.ranks_per_process, (world.rank + 1) * self.ranks_per_process)
         self.rank = self.local_ranks[0]
+        self._num_sums = 0
         self.notes: dict[str, None] = {}
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -89,14 +92,37 @@ class LogicalGroup:
 
         Both get the same bits, because a + b equals b + a.
         """
-        world, distance = self._world, 1
+        world, distance, tag = self._world, 1, _TAGS[self._num_sums % 2]
+        self._num_sums += 1
         while distance < world.world_size:
             partner, received = world.rank ^ distance, torch.empty_like(total)
-            sending = world.start_send(total, to=partner, tag=_TAG)
-            world.start_receive(received, source=partner, tag=_TAG).wait()
+            sending = world.start_send(total, to=partner, tag=tag)
+            world.start_receive(received, source=partner, tag=tag).wait()
             sending.wait()
             total, distance = received.add_(total), 2 * distance
         return total
+
+
+@contextmanager
+def explain_logical_shards(count: int) -> Iterator[None]:
+    """Return a context in which errors about `count` tensor-parallel ranks name the setting of logical shards."""
+    try:
+        yield
+    except Problems as error:
+        raise Problems([_name_setting(problem, count) for problem in error.problems]) from error
+    except LayoutError as error:
+        raise _name_setting(error, count) from error
+
+
+def _name_setting(error: PacelineError, count: int) -> PacelineError:
+    if f"tp={count}" not in error.what:
+        return error
+    return LayoutError(
+        error.what.replace(f"tp={count}", f"train.tensor_shards={count}"),
+        where=error.where,
+        cause=f"exact mode splits each weight into the {count} shards of train.tensor_shards, for any tp",
+        hint=error.hint.replace("tp=", "--train.tensor_shards "),
+    )
 
 
 def add_pairwise(terms: Sequence[Tensor]) -> Tensor:
