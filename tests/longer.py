@@ -362,6 +362,7 @@ SOAK = [
     "script_check/test_check_command.py::test_nothing_runs_on_without_the_command_that_checks[15]",
     "script_check/test_loop_check.py::test_all_ranks_have_the_verdict_on_all",
     "script_check/test_record_command.py::test_a_recording_that_breaks_or_is_not_whole_says_so",
+    "script_check/test_record_command.py::test_recordings_of_one_script",
     "script_check/test_record_command.py::test_two_ranks_of_a_script_are_the_same_training_as_one",
     "step/test_hogwild.py::test_a_batch_without_a_target_is_an_error_as_elsewhere[2]",
     "step/test_hogwild.py::test_a_share_without_a_target_and_one_without_a_sample_are_no_error[2]",

@@ -1,7 +1,6 @@
 """Transform a full model into this rank's part of it: apply the entries of `PARALLELISMS`, in that order."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,7 +82,7 @@ class TensorPlanning:
             experts = (name_pattern(block.name) for block in find_experts(placement.model))
             settings = replace(settings, replicate=(*settings.replicate, *experts))
         num_shards = request.tensor_shards or mesh.tp
-        with nullcontext() if request.tensor_shards is None else explain_logical_shards(num_shards):
+        with explain_logical_shards(request.tensor_shards):
             placement.tensor_plan = choose_tensor_plan(
                 placement.model, settings, num_shards, request.example_run, request.deferred_model
             )
@@ -441,11 +440,9 @@ def build_fixed_point_grid(
             "or leave --train.exact out",
         )
     grid = FixedPointGrid(
-        names=[m.name for m in members],
-        extra_worlds=[worlds.pp, worlds.tp],
-        tied_uses=tied_uses,
-        num_backwards=num_backwards,
-    )
+        names=[m.name for m in members], extra_worlds=[worlds.pp, worlds.tp],
+        tied_uses=tied_uses, num_backwards=num_backwards,
+    )  # fmt: skip
     if ties:
         tied_uses.multi_stage_names = frozenset(ties)
         grid.set_ties(ExactTies(ties, world=worlds.pp))

@@ -48,7 +48,7 @@ class TensorPrint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PiecePrint(msgspec.Struct, frozen=True, array_like=True):
-    """What this process has of a parameter that a rank of another recording holds whole or in part.
+    """The values that this process has of a parameter which a rank of another recording holds whole or in part.
 
     `own_name` is this process's parameter, and `num_padding` the number of elements that it lacks. `gradient` and
     `weight` are those of its elements, in the order of the rank's.

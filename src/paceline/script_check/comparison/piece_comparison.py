@@ -36,7 +36,7 @@ class _Part:
 
     @property
     def factor(self) -> float | None:
-        """How many times as large the rank's gradient is; None if they are not proportional."""
+        """Return the ratio of the rank's gradient to the other one; None if they are not proportional."""
         return factor_between(fingerprint_of(self.many, eps=self.eps), fingerprint_of(self.one, eps=self.eps))
 
     @property
@@ -217,9 +217,9 @@ def _not_reduced(many: ScriptStep, parts: list[_Part], called: tuple[str, str]) 
                     found[part.piece.own_name] = tuple(ranks)
     if not found:
         return None
-    ranks = next(iter(found.values()))
+    first_ranks = next(iter(found.values()))
     return Cause(
-        text=f"the own gradients of ranks {', '.join(map(str, ranks))} add up to the gradient of {called[0]} for"
+        text=f"the own gradients of ranks {', '.join(map(str, first_ranks))} add up to the gradient of {called[0]} for"
         f" {first_names(sorted(found))}, and no rank steps with their sum: they are replicas, and are not reduced",
         hint="all_reduce the gradients of these parameters over the ranks that have them, before the step",
     )

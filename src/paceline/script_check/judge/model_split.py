@@ -64,7 +64,7 @@ class ModelSplit:
             parts.append(f"{plural(len(self.pieces), 'parameter')} in {' or '.join(map(str, sorted(sizes)))} pieces")
         parts.append(f"{len(whole - self.constant)} on all ranks alike")
         if whole & self.constant:
-            parts.append(f"{len(whole & self.constant)} constant at the start, of which this can't be told")
+            parts.append(f"{len(whole & self.constant)} constant at the start, of which this is not known")
         return f"the model is split by hand over {self.world_size} ranks: {', '.join(parts)}"
 
 

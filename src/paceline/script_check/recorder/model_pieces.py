@@ -217,7 +217,7 @@ def _find_constant(
 ) -> ModelPiece | None:
     """Return the place of a parameter that is constant, from its name and from the pieces that are known.
 
-    None if it can't be told.
+    None if it is not known.
     """
     own_name = _renamed(rank, name, known)
     whole = own[own_name].tensor if own_name in own else None

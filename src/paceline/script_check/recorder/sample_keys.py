@@ -35,9 +35,9 @@ def sample_keys(args: Any, kwargs: Any, *, own_outputs: Set[OutputKey]) -> list[
 
 
 def row_shape(args: Any, kwargs: Any, *, own_outputs: Set[OutputKey]) -> tuple[int, ...]:
-    """Return the shape of one sample in the first tensor of a batch."""
+    """Return the shape of one sample in the first tensor of a batch; it is empty for samples of unequal shapes."""
     batch = [each for each in tensor_leaves((args, kwargs)) if each.dim() and is_data(each, own_outputs=own_outputs)]
-    return tuple(batch[0].shape[1:]) if batch else ()
+    return tuple(batch[0].shape[1:]) if batch and not batch[0].is_nested else ()
 
 
 def is_data(tensor: Tensor, *, own_outputs: Set[OutputKey]) -> bool:

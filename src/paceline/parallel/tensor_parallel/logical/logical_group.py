@@ -104,7 +104,7 @@ class LogicalGroup:
 
 
 @contextmanager
-def explain_logical_shards(count: int) -> Iterator[None]:
+def explain_logical_shards(count: int | None) -> Iterator[None]:
     """Return a context in which errors about `count` tensor-parallel ranks name the setting of logical shards."""
     try:
         yield
@@ -114,8 +114,8 @@ def explain_logical_shards(count: int) -> Iterator[None]:
         raise _name_setting(error, count) from error
 
 
-def _name_setting(error: PacelineError, count: int) -> PacelineError:
-    if f"tp={count}" not in error.what:
+def _name_setting(error: PacelineError, count: int | None) -> PacelineError:
+    if count is None or f"tp={count}" not in error.what:
         return error
     return LayoutError(
         error.what.replace(f"tp={count}", f"train.tensor_shards={count}"),
